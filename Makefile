@@ -28,12 +28,15 @@ FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_lo
 TWIN_FAULTS = tests/faults tests/end_to_end/test_without_locks.py tests/ranks/test_tables.py tests/limits
 # What stores do when they are disturbed. tests/cloud/test_there_and_back.py is in the suite.
 CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/cloud/test_uploads_killed.py \
-	tests/cloud/test_uploads_of_ranks.py tests/cloud/test_exports.py
+	tests/cloud/test_uploads_of_ranks.py tests/cloud/test_exports.py tests/cloud/test_saver_in_a_store.py \
+	tests/cloud/test_saves_disturbed.py tests/cloud/test_savers_killed.py tests/cloud/test_ranks_in_a_store.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%)
 INTERRUPTS = tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py \
 	tests/interrupts/test_steps_that_wait.py tests/interrupts/test_controls.py
 # Of a save or load, the suite interrupts this many places.
 PLACES = 1000000
+# Of lists that are gone through item by item, each n-th is taken (tests/shares.py).
+EVERY = 1
 PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
 # Once, for each use of a variable that is not expanded at once would draw anew.
 SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
@@ -86,14 +89,14 @@ test-twin: $(READY) ## the suite on the portable twin, but for what shows nothin
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
 
 test-cloud: $(READY) ## uploads to, and loads from, a real S3 server on loopback, disturbed by a proxy, killed
-	ASYNCCKPT_NATIVE=1 $(PYTEST) tests/cloud $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) tests/cloud $(PARALLEL) $(ARGS)
 
 test-faults: $(READY) ## what fails, is killed, loses power, is forked or collected; two at once; all limits and numbers of ranks
-	ASYNCCKPT_NATIVE=1 $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
-	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(TWIN_FAULTS) $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=0 ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) -m 'not slow and not any_core' $(TWIN_FAULTS) $(PARALLEL) $(ARGS)
 
 test-interrupts: $(READY) ## Ctrl-C at every place of saves, loads and uses of tables, at many of other calls; and with one protection removed
-	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 -m 'slow or not slow' $(INTERRUPTS) $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=$(EVERY) ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 -m 'slow or not slow' $(INTERRUPTS) $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
 	$(PYTEST) -m slow tests/core_programs -n $(WORKERS) $(ARGS)

@@ -42,6 +42,7 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.loader import Loader
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport, SaveResult
+from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, DeltaPolicy, KeepPolicy, RankOptions
 from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics
 from asyncckpt.plan.state import may_be_state
@@ -110,7 +111,7 @@ class Checkpointer:
             raise UsageError("ranks in turn save through a Saver each", hint="a Checkpointer is one rank of a loop")
         if "shard_num" not in more:
             more["shard_index"], more["shard_num"] = own_rank(None, None, ranks.process_group)
-        key = os.path.realpath(path)
+        key = str(path) if StoreUrl.is_url(path) else os.path.realpath(path)
         _end_earlier(key)
         self._termination = Termination()
         if more["shard_num"] != 1:  # From here on the other ranks wait for this one: none ends by itself.

@@ -24,6 +24,7 @@ from asyncckpt.arguments import check_int
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.guard import Guard
 from asyncckpt.model.event import Event, EventName
+from asyncckpt.model.store_url import Place
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -205,7 +206,7 @@ def opentelemetry_events(meters: MeterProvider | None = None, tracers: TracerPro
     written = meter.create_counter("asyncckpt.written", unit="By", description="bytes of committed files")
     stall = meter.create_histogram("asyncckpt.stall", unit="s", description="training waited")
     took = meter.create_histogram("asyncckpt.save.duration", unit="s", description="from the call until it was durable")
-    open_parts: dict[tuple[Path, int, int | None], list[Event]] = {}
+    open_parts: dict[tuple[Place, int, int | None], list[Event]] = {}
 
     def traced(event: Event, parts: Iterable[Event] = ()) -> None:
         facts: Mapping[str, Any] = {"asyncckpt.path": str(event.path), "asyncckpt.rank": event.rank}

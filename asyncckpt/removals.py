@@ -14,7 +14,7 @@ from asyncckpt.commit.judge import Listing
 from asyncckpt.commit.keep import numbers_of
 from asyncckpt.commit.pins import pin_step, unpin_step
 from asyncckpt.commit.retention import remove_steps, retain
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.commit.sweep import collect_garbage as sweep_all
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.process.held_directory import held_directory
@@ -23,7 +23,7 @@ from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import GarbageReport, PruneReport
 from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy
 from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool
         raise UsageError("keep is wrong", found=keep, expected="an int of at least 1, or a KeepPolicy")
     check_type("dry_run", dry_run, bool)
 
-    def work(root: CheckpointRoot) -> PruneReport:
+    def work(root: WriteRoot) -> PruneReport:
         heads = KnownHeads(root)
         if policy.metric is not None:
             _check_metric(root, heads, policy.metric)
@@ -92,7 +92,7 @@ def pin(path: str | os.PathLike[str], step: int) -> None:
     IOFailedError, and ConflictError for a step that is just being removed. After the last two it may be pinned.
     """
     step = check_step(step, or_none=False)
-    with CheckpointRoot.for_reading(check_path(path)) as root:
+    with open_root(check_place(path)) as root:
         pin_step(root, step)
 
 
@@ -100,14 +100,14 @@ def pin(path: str | os.PathLike[str], step: int) -> None:
 def unpin(path: str | os.PathLike[str], step: int) -> bool:
     """Let retention have a checkpoint again; return whether it was pinned. Raises NotFoundError, IOFailedError."""
     step = check_step(step, or_none=False)
-    with CheckpointRoot.for_reading(check_path(path)) as root:
+    with open_root(check_place(path)) as root:
         return unpin_step(root, step)
 
 
 @uninterrupted
 def pinned_steps(path: str | os.PathLike[str]) -> list[int]:
     """Return the committed steps that are pinned, ascending, by one look at the names of files. Raises NotFoundError"""
-    with CheckpointRoot.for_reading(check_path(path)) as root:
+    with open_root(check_place(path)) as root:
         listing = Listing.of(root)
         return sorted(listing.pins & listing.manifests.keys())
 
@@ -117,12 +117,13 @@ def collect_garbage(path: str | os.PathLike[str]) -> GarbageReport:
     """Remove what failed saves and crashes have left, as the next save there would, and return how much that was.
 
     What this process is saving stays. Raises ConflictError while another process writes to the directory; CorruptError
-    when some stays because a manifest cannot be read that may need it; also NotFoundError, IOFailedError.
+    when some stays because a manifest cannot be read that may need it; also NotFoundError, IOFailedError. Nobody sees
+    who else writes to a store: there a save that is being made elsewhere fails, and is not acknowledged.
     """
     return _on_thread(path, lambda root: sweep_all(root, KnownHeads(root), keep_attempts=claims), "a removal")
 
 
-def _check_metric(root: CheckpointRoot, heads: KnownHeads, metric: str) -> None:
+def _check_metric(root: WriteRoot, heads: KnownHeads, metric: str) -> None:
     """Raise UsageError unless some checkpoint has the metric, or none can be read."""
     names: set[str] | None = None
     for step in committed_steps(root):
@@ -149,7 +150,7 @@ def _remove(
     check_type("even_pinned", even_pinned, bool)
     check_type("dry_run", dry_run, bool)
 
-    def work(root: CheckpointRoot) -> list[int]:
+    def work(root: WriteRoot) -> list[int]:
         removed = remove_steps(root, KnownHeads(root), choose, even_pinned=even_pinned, dry_run=dry_run)
         if not dry_run:
             forget_verified(root, removed.__contains__)
@@ -165,17 +166,16 @@ def _all_there(path: str | os.PathLike[str], wanted: Collection[int], there: Col
     return wanted
 
 
-def _on_thread(
-    path: str | os.PathLike[str], work: Callable[[CheckpointRoot], T], what: str, *, holding: bool = True
-) -> T:
+def _on_thread(path: str | os.PathLike[str], work: Callable[[WriteRoot], T], what: str, *, holding: bool = True) -> T:
     """Do work on the thread of retention, while this process holds the directory; wait for its end."""
-    checked = check_path(path)
+    checked = check_place(path)
     check_may_wait(what)
 
     def run() -> T:
         with ExitStack() as held:
-            root = held.enter_context(CheckpointRoot.for_reading(checked))
-            if holding:
+            root = open_root(checked)
+            held.callback(root.close)
+            if holding and isinstance(root, CheckpointRoot):
                 held.enter_context(held_directory(root, "fsync"))
             return work(root)
 

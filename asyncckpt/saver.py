@@ -60,7 +60,7 @@ from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
-from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 
 __all__ = ["Saver", "SaverStatistics"]
 
@@ -155,7 +155,7 @@ class Saver(Closing):
             row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
             state = named_state(tensors)
             check_all_taken(state, tables.values(), hint=LEFT_OUT_HINT)
-            checked, in_turn = check_path(path), shard_num > 1 and ranks.in_turn
+            checked, in_turn = check_place(path), shard_num > 1 and ranks.in_turn
             uploads = Uploads.open(checked, upload, rank=shard_index, in_turn=in_turn)
         except CheckpointError as error:
             announce_refused(error, index=shard_index, count=shard_num, options=ranks)

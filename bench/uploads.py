@@ -29,10 +29,10 @@ from obstore.store import S3Store
 
 import asyncckpt
 from asyncckpt.checkpoints import describe
-from asyncckpt.engine.upload.upload_attempt import PART_BYTES_MIN, upload_attempt
+from asyncckpt.engine.upload.upload_attempt import upload_attempt
 from asyncckpt.format.names import Attempt, attempt_of_directory
 from asyncckpt.model.store_url import StoreUrl
-from asyncckpt.storage.object_store import ObjectStore
+from asyncckpt.storage.object_store import PART_BYTES_MIN, ObjectStore
 from bench.figures import median_of
 from bench.report import machine, make_console, number, print_table, write_json
 from bench.rounds import scratch_folder

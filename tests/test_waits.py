@@ -24,6 +24,7 @@ FUNCTIONS = {"wait", "asyncio.wait", "futures.wait", "concurrent.futures.wait", 
 
 DONE = "it is done: nothing is waited for"
 MEMORY = "what runs reads or writes memory that is given back behind this, and waits for nothing but the disk"
+SENDING = "requests to a store, each with StoreLimits; they read memory that is given back behind this"
 EVENT = "an event of a device: its wait has DEVICE_DEADLINE_S"
 ALLOWED = {
     ("coordination/driver.py", "receiving.result()"): DONE,
@@ -50,6 +51,10 @@ ALLOWED = {
     ("loader.py", "streams.wait()"): EVENT,
     ("periodic.py", "future.result()"): DONE,
     ("plan/sharded_leaves.py", "wait()"): "a collective of torch, which has the deadline of its group",
+    ("shard/drain.py", "sending.exception()"): SENDING,
+    ("shard/sent.py", "self._sending.exception()"): SENDING,
+    ("shard/sent.py", "self._sending.result()"): SENDING,
+    ("shard/sent.py", "self._parts.get()"): "the writer of the file, which closes it however it ends",
     ("shard/stream.py", "running.pop().result()"): MEMORY,
     ("snapshot/layer_rows.py", "threads.map(_newest, stacks)"): "work of processors on rows in memory",
     ("snapshot/restore.py", "threads.map(_insert, tables)"): "the same",

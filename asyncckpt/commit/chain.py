@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
-from asyncckpt.commit.root import CheckpointRoot, ReadRoot
+from asyncckpt.commit.root import CheckpointRoot, ReadRoot, StoreRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
 from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
@@ -60,12 +60,12 @@ class KnownChain:
     only looked at: while its files have the names, sizes and versions that they had, it is what was checked before.
     """
 
-    def __init__(self, root: CheckpointRoot, heads: KnownHeads) -> None:
+    def __init__(self, root: WriteRoot, heads: KnownHeads) -> None:
         self._root = root
         self._heads = heads
         self._parents: tuple[ParentFacts, ...] = ()
         self._found: list[ManifestHead] = []  # Fewer than parents, where one is compacted.
-        self._versions: list[tuple[int, ...]] = []
+        self._versions: list[tuple[Any, ...]] = []
 
     def check(self, head: ManifestHead, *, going: Container[str] = ()) -> None:
         """Check that all that a delta builds upon is there, with all files, in no folder that goes. CorruptError."""
@@ -92,6 +92,8 @@ class KnownChain:
         first that is full by now. Raises ConflictError where one is gone. It reads no file, so it may run in a call, on
         any rank; `check` sees to the rest when the delta is published.
         """
+        if isinstance(self._root, StoreRoot):  # A call does not wait for answers, and nothing is compacted there.
+            return [None for _ in parents]
         found: list[ManifestHead | None] = []
         for parent in parents:
             is_end, head = self._look_at(parent, parents[0])
@@ -102,6 +104,7 @@ class KnownChain:
 
     def _look_at(self, parent: ParentFacts, newest: ParentFacts) -> tuple[bool, ManifestHead | None]:
         """Return whether a chain ends with this parent because it was compacted, and its head if it is known."""
+        assert isinstance(self._root, CheckpointRoot)
         root, own, compacted = self._root, manifest_name(parent.step), compacted_manifest_name(parent.step)
         is_compacted = root.manifests.exists(compacted)
         try:
@@ -136,10 +139,13 @@ class KnownChain:
             return False
         return True
 
-    def _is_unchanged(self, found: ManifestHead, version: tuple[int, ...]) -> bool:
+    def _is_unchanged(self, found: ManifestHead, version: tuple[Any, ...]) -> bool:
         root = self._root
         with contextlib.suppress(CheckpointError):
             if root.manifests.version(found.file_name) == version:
+                if isinstance(root, StoreRoot):
+                    check_files(root, found)
+                    return True
                 return all(root.root.size(file.path) == file.bytes for file in found.files)
         return False
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from asyncckpt.commit.discover import committed_steps, is_committed
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import ConflictError
 from asyncckpt.format.names import Attempt
 from asyncckpt.guard import Guard
@@ -21,12 +21,12 @@ from asyncckpt.system import register_at_fork
 
 @dataclass(frozen=True)
 class Claim:
-    """A step of the directory with this device and inode, and the attempt that is made at it.
+    """A step of the directory with this identity, and the attempt that is made at it.
 
     parents: the steps that it builds upon directly; retention must keep them. is_next: no step was asked for.
     """
 
-    place: tuple[int, int]
+    place: tuple[Any, ...]
     kind: Literal["save", "compaction"]
     attempt: Attempt
     parents: list[int] = field(default_factory=list)
@@ -54,16 +54,16 @@ class Claims(Container[str]):
         self._guard = Guard()
         self.held: dict[str, Claim] = {}
 
-    def save(self, root: CheckpointRoot, step: int | None, attempt_of: Callable[[int], Attempt] = Attempt.new) -> Claim:
+    def save(self, root: WriteRoot, step: int | None, attempt_of: Callable[[int], Attempt] = Attempt.new) -> Claim:
         """Claim a step to save, or the next: one more than the newest that is committed or being saved here.
 
         attempt_of: which attempt it is: an import goes on with one that was killed. UsageError; ConflictError for a
-        step that exists or is being saved.
+        step that exists, as far as a call may look, or is being saved.
         """
-        place = root.root.identity
+        place, seen = root.root.identity, root.in_calls
         while True:
             others = self._steps(place, "save")
-            chosen = max([-1, *others, *committed_steps(root)[-1:]]) + 1 if step is None else step
+            chosen = max([-1, *others, *committed_steps(seen)[-1:]]) + 1 if step is None else step
             attempt = attempt_of(chosen)
             with self._guard:
                 is_free = chosen not in self._steps(place, "save")
@@ -72,13 +72,13 @@ class Claims(Container[str]):
                 with contextlib.ExitStack() as held:
                     held.enter_context(claim)
                     # Behind the claim: who has had one of this step has committed it by now, or never will.
-                    if not is_committed(root, chosen):
+                    if not is_committed(seen, chosen) or (root.look_anew() and not is_committed(seen, chosen)):
                         held.pop_all()
                         return claim
             if step is not None:
                 raise step_exists(root, step)
 
-    def compaction(self, root: CheckpointRoot, step: int) -> Claim:
+    def compaction(self, root: WriteRoot, step: int) -> Claim:
         """Claim a step to compact, which retention keeps, unless it has announced its removal before (removal.py).
 
         ConflictError when it is being compacted already.
@@ -89,12 +89,12 @@ class Claims(Container[str]):
                 raise ConflictError(f"step {step} of {str(root.path)!r} is being compacted already")
             return self._hold(Claim(place, "compaction", Attempt.new(step)))
 
-    def needed(self, place: tuple[int, int]) -> set[int]:
+    def needed(self, place: tuple[Any, ...]) -> set[int]:
         """Return the steps that are being saved or compacted, and those that saves build upon."""
         claimed = [claim for claim in list(self.held.values()) if claim.place == place]
         return {step for claim in claimed for step in (claim.step, *claim.parents)}
 
-    def _steps(self, place: tuple[int, int], kind: str) -> list[int]:
+    def _steps(self, place: tuple[Any, ...], kind: str) -> list[int]:
         return [claim.step for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
 
     def _hold(self, claim: Claim) -> Claim:
@@ -113,7 +113,7 @@ claims = Claims()
 register_at_fork(after_in_child=claims.forget)
 
 
-def step_exists(root: CheckpointRoot, step: int) -> ConflictError:
+def step_exists(root: ReadRoot, step: int) -> ConflictError:
     return ConflictError(
         f"step {step} exists already in {str(root.path)!r}",
         hint="steps are never overwritten: save another step, or remove that checkpoint first",

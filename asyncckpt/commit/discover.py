@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncckpt.commit.keep import numbers_of
-from asyncckpt.commit.root import CheckpointRoot, ReadRoot
+from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead, Summary
@@ -21,6 +21,7 @@ from asyncckpt.format.names import compacted_manifest_name, manifest_name, split
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest, decode_summary
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.store_folder import StoreFolder
 
 Sealed = TypeVar("Sealed", bound=SealedHead)
 T = TypeVar("T")
@@ -128,10 +129,10 @@ class KnownHeads:
     and saved it anew.
     """
 
-    def __init__(self, root: CheckpointRoot) -> None:
+    def __init__(self, root: WriteRoot) -> None:
         self._root = root
-        self._heads: dict[str, tuple[tuple[int, ...], SealedHead]] = {}
-        self._folders: dict[str, tuple[int, ...]] = {}  # Versions in which all files were there.
+        self._heads: dict[str, tuple[tuple[Any, ...], SealedHead]] = {}
+        self._folders: dict[str, tuple[Any, ...]] = {}  # Versions in which all files were there.
 
     def add(self, sealed: SealedHead) -> None:
         """Take note of a manifest that this process has just published."""
@@ -160,7 +161,7 @@ class KnownHeads:
             check_files(self._root, head)
             self._folders[head.file_name] = version
 
-    def version(self, name: str) -> tuple[int, ...]:
+    def version(self, name: str) -> tuple[Any, ...]:
         """Return the version of the file that was read, or published, under this name; () when it was forgotten."""
         known = self._heads.get(name)
         return () if known is None else known[0]
@@ -174,7 +175,7 @@ class KnownHeads:
             self._heads.pop(name, None)
             self._folders.pop(name, None)
 
-    def _keep(self, name: str, version: tuple[int, ...], sealed: SealedHead) -> SealedHead:
+    def _keep(self, name: str, version: tuple[Any, ...], sealed: SealedHead) -> SealedHead:
         kept = replace(sealed, head=replace(sealed.head, values=(), metadata=numbers_of(sealed.head.metadata)))
         self._heads[name] = version, kept
         return kept
@@ -188,7 +189,7 @@ def newest_step(root: ReadRoot) -> int:
     return steps[-1]
 
 
-def check_files(root: CheckpointRoot, head: ManifestHead, folder: Directory | None = None) -> None:
+def check_files(root: WriteRoot, head: ManifestHead, folder: Directory | StoreFolder | None = None) -> None:
     """Check that every file is there with its exact size. CorruptError naming file and rank, IOFailedError.
 
     folder: the attempt's, held open; a file that was written through it must be the very same.
@@ -203,7 +204,7 @@ def check_files(root: CheckpointRoot, head: ManifestHead, folder: Directory | No
         check_listed(folder, head.files, step=head.step)
 
 
-def check_listed(folder: Directory, files: Iterable[FileFacts], *, step: int) -> None:
+def check_listed(folder: Directory | StoreFolder, files: Iterable[FileFacts], *, step: int) -> None:
     """Check that these files are in the folder of their attempt: see check_files."""
     for file in files:
         what = f"shard file {file.path!r} of rank {file.rank} of step {step}"

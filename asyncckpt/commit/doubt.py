@@ -9,23 +9,23 @@ before it is durable too. The shard files and the manifest itself were synced be
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from asyncckpt import system
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, check_files
 from asyncckpt.commit.removal import being_removed, take_over
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.format.names import Attempt, manifest_name, temporary_manifest_name
+from asyncckpt.model.store_url import Place
 from asyncckpt.storage.directory import io_failed
 
 
 class InDoubt(IndeterminateError):
     """An IndeterminateError that other processes can resolve too: it says where to look."""
 
-    def __init__(self, what: str, path: Path, attempt: Attempt, name: str) -> None:
+    def __init__(self, what: str, path: Place, attempt: Attempt, name: str) -> None:
         super().__init__(what, resolve=self._look, hint="call resolve() on this error; older checkpoints are kept")
         self._where = (what, path, attempt, name)
 
@@ -36,13 +36,13 @@ class InDoubt(IndeterminateError):
         return is_committed_whole(*self._where[1:])
 
 
-def is_committed_whole(path: Path, attempt: Attempt, name: str | None = None) -> bool:
+def is_committed_whole(path: Place, attempt: Attempt, name: str | None = None) -> bool:
     """Return whether the checkpoint of an attempt is there, with all it builds upon; then all of it is durable.
 
     name: of its manifest, if not that of every saved step. IOFailedError when that cannot be found out, or made sure.
     """
     try:
-        root = CheckpointRoot.for_reading(path)
+        root = open_root(path)
     except NotFoundError:
         return False
     with root:
@@ -60,11 +60,12 @@ def is_committed_whole(path: Path, attempt: Attempt, name: str | None = None) ->
             raise
         except CheckpointError:
             return False
-        _make_sure(root, attempt.step)
+        if isinstance(root, CheckpointRoot):
+            _make_sure(root, attempt.step)
         return True
 
 
-def find_manifest(root: CheckpointRoot, attempt: Attempt, name: str) -> ManifestHead | None:
+def find_manifest(root: WriteRoot, attempt: Attempt, name: str) -> ManifestHead | None:
     """Return the head of the manifest of this name if it is that of the attempt. IOFailedError."""
     try:
         head = KnownHeads(root).of(name).head

@@ -17,7 +17,7 @@ from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, by_step, check_files
 from asyncckpt.commit.keep import kept_by_rules
 from asyncckpt.commit.pins import pins_among
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.upload_marks import uploads_among
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
@@ -33,7 +33,7 @@ class Listing:
     uploads: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(root: CheckpointRoot) -> Listing:
+    def of(root: WriteRoot) -> Listing:
         names = root.manifests.names()
         uploads = frozenset(attempt.step for attempt in uploads_among(names))
         return Listing(by_step(names), frozenset(pins_among(names)), uploads)
@@ -55,7 +55,7 @@ class Judgement:
 
 
 def judge(
-    root: CheckpointRoot, heads: KnownHeads, policy: KeepPolicy, listing: Listing, in_use: Collection[int]
+    root: WriteRoot, heads: KnownHeads, policy: KeepPolicy, listing: Listing, in_use: Collection[int]
 ) -> Judgement:
     """Raises NotFoundError when a step is gone that was listed."""
     judging = _Judging(root, heads)
@@ -95,7 +95,7 @@ class _Judging:
     damaged: steps with what is wrong. unread: those of them of which a manifest cannot be read.
     """
 
-    def __init__(self, root: CheckpointRoot, heads: KnownHeads) -> None:
+    def __init__(self, root: WriteRoot, heads: KnownHeads) -> None:
         self.damaged: dict[int, CheckpointError] = {}
         self.unread: set[int] = set()
         self._root = root

@@ -11,12 +11,11 @@ step that is gone counts for nothing, and the next sweep removes it.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable
 
 from asyncckpt.commit.discover import is_committed, read_head
 from asyncckpt.commit.removal import being_removed
-from asyncckpt.commit.root import CheckpointRoot, ReadRoot
+from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import ConflictError, IOFailedError
 from asyncckpt.format.names import pin_name, step_of_pin
 
@@ -30,11 +29,11 @@ def is_pinned(root: ReadRoot, step: int) -> bool:
     return root.manifests.exists(pin_name(step))
 
 
-def pin_step(root: CheckpointRoot, step: int) -> None:
+def pin_step(root: WriteRoot, step: int) -> None:
     """Pin a step, durably. NotFoundError, ConflictError for one that is being removed."""
     read_head(root, step)  # A damaged one, or none, leaves no file.
     try:
-        os.close(root.manifests.create_file(pin_name(step))[0])
+        root.manifests.make_empty(pin_name(step))
     except IOFailedError as error:
         if error.errno != errno.EEXIST:
             raise
@@ -44,14 +43,14 @@ def pin_step(root: CheckpointRoot, step: int) -> None:
         raise ConflictError(f"step {step} of {str(root.path)!r} is being removed", hint="if it stays, pin it again")
 
 
-def unpin_step(root: CheckpointRoot, step: int) -> bool:
+def unpin_step(root: WriteRoot, step: int) -> bool:
     """Let retention have a step again, durably; return whether it was pinned."""
     was_pinned = root.manifests.remove_file(pin_name(step))
     root.manifests.sync()
     return was_pinned
 
 
-def remove_pins(root: CheckpointRoot, steps: Iterable[int]) -> list[str]:
+def remove_pins(root: WriteRoot, steps: Iterable[int]) -> list[str]:
     """Remove the pins of those of the steps that are gone; return the names of their files."""
     names = [pin_name(step) for step in steps if not is_committed(root, step)]
     return [name for name in names if root.manifests.remove_file(name)]

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from asyncckpt.commit.discover import KnownHeads
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import ReadRoot, StoreRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError
 from asyncckpt.format.names import Mark, attempt_of_directory, compacted_manifest_name, manifest_name
 from asyncckpt.system import register_at_fork
@@ -36,22 +35,25 @@ _under_way: set[str] = set()  # Ids of the removals of this process.
 register_at_fork(after_in_child=_under_way.clear)
 
 
-def being_removed(root: CheckpointRoot) -> set[str]:
+def being_removed(root: ReadRoot) -> set[str]:
     """Return the folders that somebody is about to remove. Look whether something is there only after this."""
     # A mark is renamed once, and one listing, which is not atomic, may miss it then.
     return {mark.folder for _ in range(2) for mark in _marks(root)}
 
 
-def take_over(root: CheckpointRoot) -> list[Mark]:
-    """Take back what other processes, or failed removals of this one, have announced; return what they have decided."""
+def take_over(root: WriteRoot) -> list[Mark]:
+    """Take back what other processes, or failed removals of this one, have announced; return what they have decided.
+
+    In a store nothing is taken back, for nobody could see that it was: a mark changes its name there by two requests.
+    """
     others = [mark for mark in _marks(root) if mark.id not in _under_way]
     for mark in others:
-        if not mark.is_decided:
+        if not mark.is_decided and not isinstance(root, StoreRoot):
             root.manifests.remove_file(mark.name)
     return sorted((mark for mark in others if mark.is_decided), key=lambda mark: mark.folder, reverse=True)
 
 
-def complete_decided(root: CheckpointRoot) -> None:
+def complete_decided(root: WriteRoot) -> None:
     """Complete what other processes, which may have crashed, have decided to remove. Raises as `remove`.
 
     Whoever is going to write does it before anybody looks for the newest step: else training could go on from one that
@@ -60,7 +62,7 @@ def complete_decided(root: CheckpointRoot) -> None:
     remove(root, KnownHeads(root), (), lambda: True)
 
 
-def remove(root: CheckpointRoot, heads: KnownHeads, folders: Iterable[str], may_go: Callable[[], bool]) -> list[str]:
+def remove(root: WriteRoot, heads: KnownHeads, folders: Iterable[str], may_go: Callable[[], bool]) -> list[str]:
     """Remove attempts, children first, and what others have decided to; return the folders that are gone.
 
     None of `folders` when they may not go any more, fewer when another one says so. IOFailedError naming those that
@@ -78,15 +80,15 @@ def remove(root: CheckpointRoot, heads: KnownHeads, folders: Iterable[str], may_
     return [mark.folder for mark in decided]
 
 
-def _marks(root: CheckpointRoot) -> list[Mark]:
+def _marks(root: ReadRoot) -> list[Mark]:
     return [mark for name in root.manifests.names() if (mark := Mark.of(name)) is not None]
 
 
-def _decide(root: CheckpointRoot, marks: Sequence[Mark], may_go: Callable[[], bool]) -> list[Mark]:
+def _decide(root: WriteRoot, marks: Sequence[Mark], may_go: Callable[[], bool]) -> list[Mark]:
     decided: list[Mark] = []
     try:
         for mark in marks:
-            os.close(root.manifests.create_file(mark.name)[0])
+            root.manifests.make_empty(mark.name)
         for mark in marks if marks and may_go() else ():
             root.manifests.move(mark.name, replace(mark, is_decided=True).name)
             decided.append(replace(mark, is_decided=True))
@@ -99,8 +101,9 @@ def _decide(root: CheckpointRoot, marks: Sequence[Mark], may_go: Callable[[], bo
     return decided
 
 
-def _complete(root: CheckpointRoot, heads: KnownHeads, decided: Iterable[Mark]) -> None:
+def _complete(root: WriteRoot, heads: KnownHeads, decided: Iterable[Mark]) -> None:
     failed: dict[str, CheckpointError] = {}
+    gone: set[str] = set()
     for mark in sorted(decided, key=_step, reverse=True):
         try:
             _remove_manifests(root, heads, mark)
@@ -113,14 +116,20 @@ def _complete(root: CheckpointRoot, heads: KnownHeads, decided: Iterable[Mark]) 
         try:
             root.data.remove_folder(mark.folder)
             root.manifests.remove_file(mark.name)
+            gone.add(mark.folder)
         except CheckpointError as error:
             failed[mark.folder] = error
+    if isinstance(root, StoreRoot):  # There, what others have announced and not decided is never taken back.
+        for other in _marks(root) if gone else ():
+            if other.folder in gone:
+                root.manifests.remove_file(other.name)
+        root.look_anew()
     if failed:
         first = next(iter(failed.values()))
         raise IOFailedError(f"{len(failed)} folders cannot be removed, {sorted(failed)[:8]}: {first}") from first
 
 
-def _remove_manifests(root: CheckpointRoot, heads: KnownHeads, mark: Mark) -> None:
+def _remove_manifests(root: WriteRoot, heads: KnownHeads, mark: Mark) -> None:
     for name in (manifest_name(_step(mark)), compacted_manifest_name(_step(mark))):
         with contextlib.suppress(NotFoundError):
             if heads.of(name).head.folder_name == mark.folder:

@@ -20,7 +20,7 @@ from asyncckpt.commit.discover import KnownHeads, look_again
 from asyncckpt.commit.judge import Judgement, Listing, judge
 from asyncckpt.commit.pins import remove_pins
 from asyncckpt.commit.removal import remove
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.sweep import UNREADABLE, sweep
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IOFailedError, NotFoundError, UsageError
 from asyncckpt.format.manifest import ManifestHead
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def retain(
-    root: CheckpointRoot,
+    root: WriteRoot,
     heads: KnownHeads,
     policy: KeepPolicy,
     *,
@@ -92,7 +92,7 @@ class _DamageFound(CorruptError):
         self.damaged = damaged
 
 
-def _until_unchanged(root: CheckpointRoot, look: Callable[[], T | None]) -> T:
+def _until_unchanged(root: WriteRoot, look: Callable[[], T | None]) -> T:
     """Return what a look returns that finds nothing changed meanwhile. ConflictError after many."""
     with _retaining:
         for _ in range(LOOKS_MAX):
@@ -103,7 +103,7 @@ def _until_unchanged(root: CheckpointRoot, look: Callable[[], T | None]) -> T:
 
 
 def _judged(
-    root: CheckpointRoot,
+    root: WriteRoot,
     heads: KnownHeads,
     policy: KeepPolicy,
     protected_now: Callable[[], Collection[int]],
@@ -163,7 +163,7 @@ def _bytes_of(heads: Iterable[ManifestHead]) -> int:
 
 
 def _let_go(
-    root: CheckpointRoot,
+    root: WriteRoot,
     heads: KnownHeads,
     going: Sequence[ManifestHead],
     steps: Collection[int],
@@ -191,7 +191,7 @@ def _let_go(
 
 
 def remove_steps(
-    root: CheckpointRoot,
+    root: WriteRoot,
     heads: KnownHeads,
     choose: Callable[[Sequence[int]], Collection[int]],
     *,
@@ -237,7 +237,7 @@ def _is_readable(name: str, heads: KnownHeads) -> bool:
     return True
 
 
-def _remove_unreadable(root: CheckpointRoot, heads: KnownHeads, names: Sequence[str]) -> None:
+def _remove_unreadable(root: WriteRoot, heads: KnownHeads, names: Sequence[str]) -> None:
     """Remove manifests that nobody can build upon, for nobody can read them; their folders are strays then."""
     for name in names:
         root.manifests.remove_file(name)
@@ -247,7 +247,7 @@ def _remove_unreadable(root: CheckpointRoot, heads: KnownHeads, names: Sequence[
 
 
 def _check_may_go(
-    root: CheckpointRoot,
+    root: WriteRoot,
     heads: KnownHeads,
     there: Collection[int],
     going: Collection[int],

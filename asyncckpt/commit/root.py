@@ -1,7 +1,7 @@
 """A checkpoint directory, held open: the root, `manifests/` and `data/`.
 
-A writer makes what is missing, also parents of the root, and syncs it; a reader makes nothing, and may read one in an
-object store too.
+On a disk a writer makes what is missing, also parents of the root, and syncs it; a reader makes nothing. In an object
+store there are no folders to make.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.storage.directory import FOLDER_MODE, Directory, io_failed
 from asyncckpt.storage.folder import ReadFolder
 from asyncckpt.storage.object_store import ObjectStore
-from asyncckpt.storage.store_folder import StoreFolder
+from asyncckpt.storage.store_folder import RememberedFolder, StoreFolder
 
+PROBE_NAME = ".probe"
 Self = TypeVar("Self", bound="ReadRoot")
 
 
@@ -38,13 +39,6 @@ class ReadRoot(Protocol):
     def close(self) -> None: ...
     def __enter__(self: Self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
-
-
-def open_root(place: Place) -> ReadRoot:
-    """Open an existing checkpoint directory, wherever it is; NotFoundError when there is none."""
-    if isinstance(place, StoreUrl):
-        return StoreRoot.for_reading(ObjectStore(place))
-    return CheckpointRoot.for_reading(place)
 
 
 class CheckpointRoot:
@@ -102,6 +96,18 @@ class CheckpointRoot:
             opened.pop_all()
         return CheckpointRoot(root, manifests, data)
 
+    @property
+    def in_calls(self) -> CheckpointRoot:
+        """What a call of the training loop may look at."""
+        return self
+
+    def note(self, name: str) -> None:
+        """Note that this process, or rank 0, has published a manifest: it is seen here by itself."""
+
+    def look_anew(self) -> bool:
+        """Return whether a call that looks again may see something else: not where it sees what is there."""
+        return False
+
     def close(self) -> None:
         for folder in (self.data, self.manifests, self.root):
             folder.close()
@@ -114,14 +120,29 @@ class CheckpointRoot:
 
 
 class StoreRoot:
-    """A checkpoint directory in an object store."""
+    """A checkpoint directory in an object store. remembered: what its manifests were called at the last look."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, remembered: RememberedFolder | None = None) -> None:
         self.store = store
         self.path = store.url
         self.root = StoreFolder(store)
-        self.manifests = self.root.child(MANIFESTS_DIR)
+        self.remembered = remembered or RememberedFolder(store, MANIFESTS_DIR)
+        self.manifests: StoreFolder = remembered or self.root.child(MANIFESTS_DIR)
         self.data = self.root.child(DATA_DIR)
+
+    @staticmethod
+    def for_writing(store: ObjectStore) -> StoreRoot:
+        """Check that the store takes what a writer puts there, and look at what it holds: see check_store."""
+        _check_host()
+        check_store(store)
+        return StoreRoot.for_joining(store)
+
+    @staticmethod
+    def for_joining(store: ObjectStore) -> StoreRoot:
+        """Open a directory that another rank has checked, to write beside it."""
+        root = StoreRoot(store)
+        root.remembered.look()
+        return root
 
     @staticmethod
     def for_reading(store: ObjectStore) -> StoreRoot:
@@ -131,6 +152,20 @@ class StoreRoot:
             raise NotFoundError(f"{str(root.path)!r} is not a checkpoint directory: there are no manifests")
         return root
 
+    @property
+    def in_calls(self) -> StoreRoot:
+        """What a call of the training loop may look at: what was there at the last look, and is made here since."""
+        return StoreRoot(self.store, self.remembered)
+
+    def note(self, name: str) -> None:
+        """Note that this process, or rank 0, has published a manifest."""
+        self.remembered.note(name)
+
+    def look_anew(self) -> bool:
+        """Ask the store what is there; a call does so before it refuses something by its memory."""
+        self.remembered.look()
+        return True
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -139,6 +174,42 @@ class StoreRoot:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# A checkpoint directory that is written to.
+WriteRoot = CheckpointRoot | StoreRoot
+
+
+def open_root(place: Place) -> WriteRoot:
+    """Open an existing checkpoint directory, wherever it is; NotFoundError when there is none."""
+    if isinstance(place, StoreUrl):
+        return StoreRoot.for_reading(ObjectStore(place))
+    return CheckpointRoot.for_reading(place)
+
+
+def on_disk(root: WriteRoot, what: str) -> CheckpointRoot:
+    """Return the root of a directory on a disk; UnsupportedError in a store. what: would be done there."""
+    if isinstance(root, CheckpointRoot):
+        return root
+    raise UnsupportedError(
+        f"{what} needs a directory on a disk",
+        found=str(root.path),
+        hint=f"save to a disk, and upload what is saved: Saver(path=..., upload={str(root.path)!r})",
+    )
+
+
+def check_store(store: ObjectStore) -> None:
+    """Check that a store can be written to, and that its conditional PUT replaces nothing.
+
+    Makes an empty object that stays, so that nothing need be removed. UnsupportedError, NotFoundError, IOFailedError.
+    """
+    key = f"{MANIFESTS_DIR}/{PROBE_NAME}"
+    store.put_new(key, b"")
+    if store.put_new(key, b""):
+        raise UnsupportedError(
+            f"the store of {str(store.url)!r} replaces objects in spite of If-None-Match",
+            hint="two writers could replace each other's checkpoints there: use another store",
+        )
 
 
 def _check_host() -> None:

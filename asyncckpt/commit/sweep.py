@@ -1,6 +1,7 @@
 """Remove what failed and crashed saves left.
 
-For a writer that holds LOCK, and so that nothing is lost where locks do not work: see removal.py.
+For a writer that holds LOCK, and so that nothing is lost where locks do not work: see removal.py. A store has no LOCK:
+there a Saver sweeps nothing, and who asks for it ends the saves that others are making.
 
 Sweep removes temporary manifests, attempt folders that no manifest names, and pins and upload marks of what is gone.
 Only a manifest of step N can name a folder of step N. A folder of another process may be about to be published, where
@@ -17,7 +18,7 @@ from functools import partial
 from asyncckpt.commit.discover import KnownHeads, by_step, manifests_by_step
 from asyncckpt.commit.pins import pins_among, remove_pins
 from asyncckpt.commit.removal import being_removed, remove
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import StoreRoot, WriteRoot
 from asyncckpt.commit.upload_marks import remove_upload_marks
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UnsupportedError
 from asyncckpt.format.names import (
@@ -28,11 +29,12 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.model.result import GarbageReport
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.store_folder import StoreFolder
 
 UNREADABLE = (CorruptError, IncompatibleError, UnsupportedError)
 
 
-def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> list[str]:
+def sweep(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> list[str]:
     """Remove data folders and temporary manifests of no checkpoint and no running attempt; return their names.
 
     keep_attempts: ids of running attempts. Others may add theirs while this runs, before they make their folder, and
@@ -54,7 +56,7 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
     return removed
 
 
-def collect_garbage(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> GarbageReport:
+def collect_garbage(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> GarbageReport:
     """Sweep, and say how much that was. Then raises also what keeps folders: that a manifest cannot be read."""
     unread: list[CheckpointError] = []
     strays = _strays(root, heads, root.data.names(), keep_attempts, unread)
@@ -66,8 +68,13 @@ def collect_garbage(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: C
         raise unread[0]
     emptied = {name for name in removed if step_of_pin(name) is not None or attempt_of_upload_mark(name) is not None}
     files = [size for name in removed for size in sizes.get(name, [0] if name in emptied else [])]
-    folders_count = sum(attempt_of_directory(name) is not None for name in removed)
-    return GarbageReport(folders_count=folders_count, files_count=len(files), bytes=sum(files))
+    # Some stores go on listing prefixes without objects.
+    folders = [name for name in removed if attempt_of_directory(name) is not None and _is_one(root, sizes.get(name))]
+    return GarbageReport(folders_count=len(folders), files_count=len(files), bytes=sum(files))
+
+
+def _is_one(root: WriteRoot, sizes: list[int] | None) -> bool:
+    return bool(sizes) or not isinstance(root, StoreRoot)
 
 
 def _temporaries(names: Iterable[str], keep_attempts: Container[str]) -> list[str]:
@@ -76,7 +83,7 @@ def _temporaries(names: Iterable[str], keep_attempts: Container[str]) -> list[st
     return [name for name, attempt in attempts if attempt is not None and attempt not in keep_attempts]
 
 
-def _sizes_in(data: Directory, name: str) -> list[int]:
+def _sizes_in(data: Directory | StoreFolder, name: str) -> list[int]:
     """Return the bytes of each file of an attempt's folder, which may be gone."""
     with contextlib.suppress(NotFoundError), data.child(name) as folder:
         return [folder.size(file) for file in folder.names()]
@@ -84,7 +91,7 @@ def _sizes_in(data: Directory, name: str) -> list[int]:
 
 
 def _strays(
-    root: CheckpointRoot,
+    root: WriteRoot,
     heads: KnownHeads,
     names: list[str],
     keep_attempts: Container[str],

@@ -34,38 +34,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import io
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import IO, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from aiofiles.threadpool import wrap
-from aiofiles.threadpool.binary import AsyncFileIO
-
-from asyncckpt import system
 from asyncckpt.commit.chain import KnownChain, base_lost
 from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, find_manifest
 from asyncckpt.commit.proof import Draft, encode_proven
+from asyncckpt.commit.publication import Publication, begin_attempt, folder_removed
 from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.retention import retain
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
 from asyncckpt.commit.sweep import sweep
 from asyncckpt.commit.upload_marks import mark_upload, unmark_upload
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
-from asyncckpt.format.names import Attempt, compacted_manifest_name, temporary_manifest_name
+from asyncckpt.format.names import Attempt, compacted_manifest_name
 from asyncckpt.format.write_manifest import written_digest
 from asyncckpt.model.event import NOT_RECORDED, Recorder
 from asyncckpt.options import KeepPolicy
-from asyncckpt.storage.directory import Directory, io_failed
+from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import OwnerLock
+from asyncckpt.storage.store_folder import StoreFolder
 from asyncckpt.version import __version__
 
 WRITER = f"asyncckpt {__version__}"
@@ -90,7 +86,7 @@ class Commits:
     said: what stays, and why.
     """
 
-    root: CheckpointRoot
+    root: WriteRoot
     lock: OwnerLock | None
     durable: bool
     threads: Executor
@@ -118,6 +114,8 @@ class Commits:
 
     def sweep(self) -> None:
         """Remove leftovers. What cannot be swept is in nobody's way."""
+        if isinstance(self.root, StoreRoot):
+            return  # Nobody knows there whose attempt is still under way.
         found: list[str] = []
         try:
             sweep(self.root, self.heads, keep_attempts=claims)
@@ -153,13 +151,15 @@ class Published:
 class Transaction:
     """One attempt at a claimed step; see above. Close it, in any case; the claim stays the caller's."""
 
-    def __init__(self, commits: Commits, claim: Claim, folder: Directory) -> None:
-        self.folder = folder
+    def __init__(
+        self, commits: Commits, claim: Claim, place: Directory | StoreFolder, publication: Publication
+    ) -> None:
+        self.place = place
         self.attempt = claim.attempt
+        self._publication = publication
         self._claim = claim
         self._commits = commits
         self._root = commits.root
-        self._file: IO[bytes] = io.BytesIO()  # The manifest's, from _prepare on.
         self._state: Literal["begun", "committing", "committed", "abandoned", "in doubt"] = "begun"
         self._pid = os.getpid()
         self._what = f"step {claim.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
@@ -170,18 +170,17 @@ class Transaction:
     ) -> Transaction:
         """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`."""
         commits.check_not_in_doubt()
-        root, attempt = commits.root, claim.attempt
         with recorder.span("begin"):
             if claim.kind == "save":
                 commits.sweep()
-            is_there = goes_on and root.data.has_folder(attempt.directory)
-            folder = root.data.child(attempt.directory) if is_there else root.data.make_folder(attempt.directory)
-            try:
-                root.data.sync()
-            except BaseException:
-                folder.close()
-                raise
-        return Transaction(commits, claim, folder)
+            made = begin_attempt(commits.root, claim.attempt, goes_on=goes_on, durable=commits.durable)
+        return Transaction(commits, claim, *made)
+
+    @property
+    def folder(self) -> Directory:
+        """The attempt's folder on a disk."""
+        assert isinstance(self.place, Directory)
+        return self.place
 
     def head(self, **facts: Any) -> ManifestHead:
         """Return the head of the manifest: these facts, and what is the same for all."""
@@ -211,8 +210,7 @@ class Transaction:
         try:
             # As few handovers as can be: beside a busy trainer, each one waits for the interpreter.
             raw = await self._on_thread(recorder.timed("prove", self._prepare), draft)
-            with self._writing():
-                await _write_all(wrap(self._file, executor=self._commits.threads), raw)
+            await self._publication.write(raw, self._commits.threads)
             await self._on_thread(recorder.timed("publish", self._publish), head)
         except BaseException as error:
             if isinstance(error, InDoubt):
@@ -223,7 +221,7 @@ class Transaction:
                     await self._on_thread(self._abandon)
             raise
         finally:
-            self.folder.close()
+            self.place.close()
         self._state = "committed"
         sealed = SealedHead(head=head, digest=written_digest(raw))
         self._commits.heads.add(sealed)
@@ -239,7 +237,7 @@ class Transaction:
         if self._state == "begun":
             if self._pid == os.getpid():
                 self._abandon()
-            self.folder.close()
+            self.place.close()
 
     async def give_up(self) -> None:
         """Close in a loop. What stays because no thread can be started is swept later."""
@@ -258,39 +256,24 @@ class Transaction:
         return await asyncio.get_running_loop().run_in_executor(self._commits.threads, function, *arguments)
 
     def _prepare(self, draft: Draft) -> bytearray:
-        """Return the bytes of the manifest, proven; open a new file for them."""
+        """Return the bytes of the manifest, proven."""
         raw = encode_proven(draft)
-        if self._commits.durable:
-            self.folder.sync()
-        fd, _ = self._root.manifests.create_file(temporary_manifest_name(self.attempt))
-        self._file = os.fdopen(fd, "wb", buffering=0)
+        self._publication.prepare()
         return raw
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise io_failed(f"manifest of step {self.attempt.step} cannot be written", error) from error
-
     def _publish(self, head: ManifestHead) -> None:
-        with self._writing(), self._file:
-            if self._commits.durable:
-                system.fsync(self._file.fileno())
-        self._check_place()
+        self._publication.settle()
+        self._publication.check_place(self._what)
         self._check_others(head)
         if self._commits.uploader is not None:
             mark_upload(self._root, self.attempt)
-        self._rename(head.file_name)
+        self._give_name(head.file_name)
         self._make_durable(head)
 
     def _abandon(self) -> None:
         """Remove what the attempt left, as far as that works; what stays is unreferenced and swept later."""
         self._state = "abandoned"
-        with contextlib.suppress(OSError):
-            self._file.close()
-        with contextlib.suppress(CheckpointError, OSError):
-            self._root.manifests.remove_file(temporary_manifest_name(self.attempt))
+        self._publication.discard()
         with contextlib.suppress(CheckpointError, OSError):
             if self._commits.uploader is not None:
                 unmark_upload(self._root, self.attempt)
@@ -299,15 +282,9 @@ class Transaction:
 
     # -- proofs --------------------------------------------------------------------------------------------------------
 
-    def _check_place(self) -> None:
-        """Check that what is published will be found where it was written."""
-        root = self._root
-        if not root.root.is_still(root.path):
-            raise ConflictError(f"checkpoint directory {str(root.path)!r} was moved or replaced while {self._what}")
-
     def _check_others(self, head: ManifestHead) -> None:
         """Check that the other checkpoints of the directory let this one be published."""
-        if self._commits.lock is not None:
+        if self._commits.lock is not None and isinstance(self._root, CheckpointRoot):
             self._commits.lock.check_held(self._root.root)
         self._check_stays(head)
         # A step whose own manifest is gone, because a compacted one stands for it, exists all the same.
@@ -319,12 +296,9 @@ class Transaction:
     def _check_stays(self, head: ManifestHead) -> None:
         """Check that all files are there, and what a delta builds upon, down to a full one; and that all stays."""
         going = being_removed(self._root)
-        if self.attempt.directory in going or not self._root.data.has(self.attempt.directory, self.folder.identity):
-            raise ConflictError(
-                f"folder {str(self.folder.path)!r} was removed while {self._what}",
-                hint="does something else write to, or clean up, the checkpoint directory?",
-            )
-        check_files(self._root, head, self.folder)
+        if self.attempt.directory in going:
+            raise folder_removed(self.place, self._what)
+        check_files(self._root, head, self._publication.check_folder(self._what))
         if not head.parents:
             return
         try:
@@ -332,12 +306,12 @@ class Transaction:
         except CorruptError as error:
             raise base_lost(head.parents[0].step, str(error)) from error
 
-    # -- the rename ----------------------------------------------------------------------------------------------------
+    # -- the commit ----------------------------------------------------------------------------------------------------
 
-    def _rename(self, name: str) -> None:
+    def _give_name(self, name: str) -> None:
         root, attempt = self._root, self.attempt
         try:
-            root.manifests.publish(temporary_manifest_name(attempt), name)
+            self._publication.publish(name)
         except Exception as error:
             try:
                 is_ours = find_manifest(root, attempt, name) is not None
@@ -348,33 +322,23 @@ class Transaction:
                 if is_ours:
                     return  # A replayed rename (NFS) reports EEXIST for our own success.
                 raise step_exists(root, attempt.step) from error
-            if is_ours:
+            if self._publication.is_open(error, is_ours=is_ours):
                 raise self._doubt(name, error) from error
-            raise
+            if not is_ours:
+                raise
 
     def _make_durable(self, head: ManifestHead) -> None:
         try:
-            if self._commits.durable:
-                self._root.manifests.sync()
+            self._publication.sync()
             self._check_after(head)
         except Exception as error:  # Of any kind: what is published keeps its files.
             raise self._doubt(head.file_name, error) from error
 
     def _check_after(self, head: ManifestHead) -> None:
-        self._check_place()
+        self._publication.check_place(self._what)
         self._check_stays(head)
 
     def _doubt(self, name: str, error: Exception) -> InDoubt:
         step = self.attempt.step
         what = f"checkpoint of step {step} may be visible, but is perhaps not durable, or not whole: {error}"
         return InDoubt(what, self._root.path, self.attempt, name)
-
-
-async def _write_all(file: AsyncFileIO, raw: bytes | bytearray) -> None:
-    """Write all bytes; a raw file may take less than it is given."""
-    rest = memoryview(raw)
-    while rest:
-        written = await file.write(rest)
-        if not written:
-            raise OSError(errno.EIO, "nothing was written")
-        rest = rest[written:]

@@ -8,18 +8,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Container, Iterable
 
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import WriteRoot
 from asyncckpt.format.names import Attempt, attempt_of_upload_mark, upload_mark_name
 
 
-def mark_upload(root: CheckpointRoot, attempt: Attempt) -> None:
-    os.close(root.manifests.create_file(upload_mark_name(attempt))[0])
+def mark_upload(root: WriteRoot, attempt: Attempt) -> None:
+    root.manifests.make_empty(upload_mark_name(attempt))
 
 
-def unmark_upload(root: CheckpointRoot, attempt: Attempt) -> None:
+def unmark_upload(root: WriteRoot, attempt: Attempt) -> None:
     """Remove a mark. Not synced: one that comes back is of what is in the store already."""
     root.manifests.remove_file(upload_mark_name(attempt))
 
@@ -30,7 +29,7 @@ def uploads_among(names: Iterable[str]) -> list[Attempt]:
     return sorted(found, key=lambda attempt: attempt.step)
 
 
-def remove_upload_marks(root: CheckpointRoot, listed: Iterable[str], keep_attempts: Container[str]) -> list[str]:
+def remove_upload_marks(root: WriteRoot, listed: Iterable[str], keep_attempts: Container[str]) -> list[str]:
     """Remove the marks among these whose attempts have no folder and are not running; return their names."""
     marked = [attempt for attempt in uploads_among(listed) if attempt.id not in keep_attempts]
     folders = set(root.data.names()) if marked else set()  # Behind the marks, which are made later.

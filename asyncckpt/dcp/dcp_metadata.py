@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
 from asyncckpt.format.weights_only import why_refused
-from asyncckpt.storage.directory import real_folder
+from asyncckpt.storage.real_folder import real_folder
 
 METADATA_NAME = ".metadata"
 METADATA_BYTES_MAX = 4 << 30

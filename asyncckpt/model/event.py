@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
 from asyncckpt.model.result import SaveResult
+from asyncckpt.model.store_url import Place
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class Event:
 
     name: EventName
     step: int | None
-    path: Path
+    path: Place
     rank: int
     time: float
     begun: float
@@ -73,7 +74,7 @@ class Recorder:
     put: takes an event, and neither blocks nor raises; None where nobody listens.
     """
 
-    def __init__(self, put: Callable[[Event], object] | None, path: Path, *, rank: int = 0) -> None:
+    def __init__(self, put: Callable[[Event], object] | None, path: Place, *, rank: int = 0) -> None:
         self.step: int | None = None
         self._put, self._path, self._rank = put, path, rank
         self._held: list[tuple[EventName, float, float]] | None = []

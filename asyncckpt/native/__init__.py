@@ -41,7 +41,7 @@ from asyncckpt.native.contract import (
 from asyncckpt.native.declarations import UnusableLibrary
 from asyncckpt.native.library import NativeCore
 from asyncckpt.native.row_rules import Rule, new_values
-from asyncckpt.native.twin import TwinCore
+from asyncckpt.native.twin import TwinCore, memory_at
 
 ENVIRONMENT_VARIABLE = "ASYNCCKPT_NATIVE"
 _HINT = (
@@ -102,6 +102,7 @@ __all__ = [
     "UnusableLibrary",
     "core",
     "implementation",
+    "memory_at",
     "new_values",
     "paged",
 ]

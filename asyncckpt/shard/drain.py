@@ -6,15 +6,21 @@ column by column. Digests are taken beside the writes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 
+from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.native import PAGE_BYTES, U8, DrainOptions, FileImage, core
 from asyncckpt.options import SaveOptions
-from asyncckpt.plan.image import ImagePlan
-from asyncckpt.shard.target import ShardFiles, ShardTarget
+from asyncckpt.plan.image import FilePlan, ImagePlan
+from asyncckpt.shard.sent import send_file
+from asyncckpt.shard.target import OpenShard, ShardFiles, ShardTarget
+from asyncckpt.storage.store_folder import StoreFolder
 
 
 def drain_images(
@@ -42,13 +48,20 @@ def drain_images(
                 pieces.insert(0, (headers[-1].ctypes.data, len(header)))
             extents.append(pieces)
             facts.append(target.facts(file, header))
+    files = [file for plan, _ in images for file in plan.files]
     places = np.concatenate([plan.offsets + (address + base) for plan, base in images])
     lengths = np.concatenate([plan.lengths for plan, _ in images])
     spans = np.ascontiguousarray(np.stack([places, lengths], axis=1).astype(np.uint64))
-    with ShardFiles(target, [file for plan, _ in images for file in plan.files]) as shards:
+    if isinstance(target.folder, StoreFolder):
+        with target.recorder.span("drain"):
+            digests = core.digest(spans)
+            _send_all(target.folder, files, extents, target)
+        return tuple(facts), digests
+    with ShardFiles(target, files) as shards:
         writes = [
             FileImage(fd=shard.fd, extents=tuple(pieces), direct=shard.direct)
             for shard, pieces in zip(shards, extents, strict=True)
+            if isinstance(shard, OpenShard)
         ]
         with target.recorder.span("drain"):
             digests = core.drain(writes, spans, drain_options(target.options, len(writes)), target.progress)
@@ -67,3 +80,33 @@ def drain_options(options: SaveOptions, files_count: int) -> DrainOptions:
     """Choose the threads. One writer reaches the limit of one disk; machines with more cores have more disks."""
     writers = max(1, min(options.parallel, files_count, core.cores_count // 4))
     return DrainOptions(writers=writers, digest_threads=writers, sync=options.durability == "fsync")
+
+
+def _send_all(
+    folder: StoreFolder, files: Sequence[FilePlan], extents: Sequence[Sequence[tuple[int, int]]], target: ShardTarget
+) -> None:
+    """Upload files at once; returns when nothing reads the arena any more, also with the first error."""
+    assert target.sender is not None
+    failed = threading.Event()
+
+    def check() -> None:
+        if failed.is_set():
+            raise SaveCancelledError("another file of the save could not be uploaded")
+        if target.progress.cancelled:
+            raise SaveCancelledError(f"save of step {target.attempt.step} was cancelled")
+
+    running: list[Future[None]] = []
+    errors: list[BaseException] = []
+    try:
+        for file, pieces in zip(files, extents, strict=True):
+            send = partial(send_file, folder, file.name, pieces, sent=target.progress.advance, check=check)
+            running.append(target.sender.submit(send))
+    except BaseException as error:
+        failed.set()
+        errors.append(error)
+    for sending in running:
+        if (raised := sending.exception()) is not None:
+            failed.set()
+            errors.append(raised)
+    if errors:
+        raise errors[0]

@@ -3,7 +3,7 @@
 1. Fill a chunk. From sources (a blocking save, or one whose filter changed blocks) it is the next 64 MiB of the file,
    header, then blocks, by one native copy; what of it lies on devices is brought over before, all together.
    A table that was deferred at the cut says which window comes next, the one for which it keeps most old values, and
-   exports it with the rows as they were at the cut, while training goes on.
+   exports it with the rows as they were at the cut, while training goes on. An object gets its windows in their order.
 2. Hand it to the writer thread, which has ended the chunk before by then.
 3. Cut the file to its length, sync it, close it.
 
@@ -213,7 +213,7 @@ def export_tables(
         cut, windows = cuts[number], opened.tables[number].windows
         left = list(range(len(windows)))
         while left:
-            index = cut.most_urgent(left)
+            index = left[0] if target.is_store else cut.most_urgent(left)
             left.remove(index)
             window = windows[index]
             yield Chunk(window.offset, window.bytes, partial(_export_window, window, cut, index, digests))

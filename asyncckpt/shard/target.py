@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import xxhash
@@ -17,23 +18,32 @@ from asyncckpt.model.event import NOT_RECORDED, Recorder
 from asyncckpt.native import CancelledDrain, Progress, core, paged
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan
+from asyncckpt.shard.sent import SentShard
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
+from asyncckpt.storage.store_folder import StoreFolder
 from asyncckpt.storage.written_chunks import WrittenChunks, reopen_file
 
 
 @dataclass(frozen=True)
 class ShardTarget:
     """Where the shard files of a rank are written to, and how. Cancelling the progress ends the write. recorder: notes
-    how long its parts take. written: notes what is written, and knows what was before.
+    how long its parts take. written: notes what is written, and knows what was before. sender: uploads objects, where
+    the folder is one of a store.
     """
 
-    folder: Directory
+    folder: Directory | StoreFolder
     attempt: Attempt
     options: SaveOptions
     progress: Progress
     recorder: Recorder = NOT_RECORDED
     written: WrittenChunks | None = None
+    sender: Executor | None = None
+
+    @property
+    def is_store(self) -> bool:
+        """Whether files are objects, which are written from begin to end."""
+        return isinstance(self.folder, StoreFolder)
 
     def check_not_cancelled(self) -> None:
         uninterrupted.look()
@@ -50,8 +60,11 @@ class ShardTarget:
             header_digest=xxhash.xxh3_128_digest(header),
         )
 
-    def open_file(self, name: str) -> OpenShard:
+    def open_file(self, name: str, *, bytes: int) -> OpenShard | SentShard:
         """Make a file, or open one that is written in part."""
+        if isinstance(self.folder, StoreFolder):
+            assert self.sender is not None
+            return SentShard(self.folder, name, bytes=bytes, sender=self.sender)
         if self.written is not None and self.written.has(self.folder, name):
             fd = reopen_file(self.folder, name)
             return OpenShard(name=name, fd=fd, direct=set_direct(fd))
@@ -60,25 +73,34 @@ class ShardTarget:
 
     def sound_bytes(self, name: str) -> int:
         """Return how many bytes of a file, from its begin on, were written before and are so still."""
-        return 0 if self.written is None else self.written.sound_bytes(self.folder, name)
+        return 0 if self.written is None else self.written.sound_bytes(self._on_disk, name)
 
     def read_back(self, name: str, address: int, *, offset: int, bytes: int) -> None:
         """Read what was written before."""
         assert self.written is not None
-        self.written.read(self.folder, name, address, offset=offset, bytes=bytes)
+        self.written.read(self._on_disk, name, address, offset=offset, bytes=bytes)
 
-    def write(self, shard: OpenShard, address: int, size: int, *, offset: int) -> None:
+    def write(self, shard: OpenShard | SentShard, address: int, size: int, *, offset: int) -> None:
         """Write bytes of a file, and note them."""
         shard.write(address, size, offset=offset)
         if self.written is not None:
-            self.written.note(self.folder, shard.name, address, offset=offset, bytes=size)
+            self.written.note(self._on_disk, shard.name, address, offset=offset, bytes=size)
 
-    def end_file(self, shard: OpenShard, *, bytes: int) -> None:
-        """Cut a file to its length, and sync it."""
+    def end_file(self, shard: OpenShard | SentShard, *, bytes: int) -> None:
+        """Make a file of this length durable."""
+        if isinstance(shard, SentShard):
+            with self.recorder.span("sync"):
+                shard.end(bytes=bytes)
+            return
         os.ftruncate(shard.fd, bytes)
         if self.options.durability == "fsync":
             with self.recorder.span("sync"):
                 system.fsync(shard.fd)
+
+    @property
+    def _on_disk(self) -> Directory:
+        assert isinstance(self.folder, Directory)
+        return self.folder
 
 
 @dataclass
@@ -94,16 +116,19 @@ class OpenShard:
         rounded = paged(size) if self.direct else size
         core.write(self.fd, address, rounded, offset=offset, direct=self.direct)
 
+    def close(self) -> None:
+        os.close(self.fd)
+
 
 class ShardFiles:
     """New files in an attempt's folder, closed in the end; an error is one of this library then."""
 
     def __init__(self, target: ShardTarget, files: Sequence[FilePlan]) -> None:
         self._attempt = target.attempt
-        self._files: list[OpenShard] = []
+        self._files: list[OpenShard | SentShard] = []
         try:
             for file in files:
-                self._files.append(target.open_file(file.name))
+                self._files.append(target.open_file(file.name, bytes=file.bytes))
         except BaseException:
             with contextlib.suppress(CheckpointError):
                 self.close()
@@ -115,14 +140,14 @@ class ShardFiles:
         failed: list[tuple[str, OSError]] = []
         for file in files:
             try:
-                os.close(file.fd)
+                file.close()
             except OSError as error:
                 failed.append((file.name, error))
         if failed:
             name, first = failed[0]
             raise io_failed(f"shard file {name!r} cannot be closed", first) from first
 
-    def __enter__(self) -> list[OpenShard]:
+    def __enter__(self) -> list[OpenShard | SentShard]:
         return self._files
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:

@@ -185,6 +185,10 @@ class Directory:
             raise
         return fd, is_direct
 
+    def make_empty(self, name: str) -> None:
+        """Create a file without bytes that must be new."""
+        at.close(self.create_file(name)[0])
+
     def settle_file(self, fd: int) -> None:
         """Give a file that was just made its mode, with exact_modes."""
         if self.exact_modes:
@@ -359,14 +363,6 @@ class Directory:
             return _identity(at.stat(path)) == _identity(at.fstat(self.fd))
         except OSError:
             return False
-
-
-@contextlib.contextmanager
-def real_folder(path: Path) -> Iterator[tuple[Directory, str]]:
-    """Give the folder, opened, and the name in it to which a path leads, over links. For files of other libraries."""
-    real = Path(os.path.realpath(path))
-    with Directory.open(real.parent) as folder:
-        yield folder, real.name
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -31,6 +31,8 @@ EXTRA = "asyncckpt[cloud]"
 CONNECT_S_MAX = 5.0
 LIST_COUNT = 1000
 PARTS_MAX = 10_000  # Of one upload, in S3.
+PART_BYTES_MIN = 16 << 20
+MIB = 1 << 20
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
@@ -228,6 +230,11 @@ class _Parts:
         except BaseException as error:
             self.error = error
             raise
+
+
+def part_bytes_of(bytes: int) -> int:
+    """Return the bytes of each part of an object, so that there are not more parts than a store takes."""
+    return max(PART_BYTES_MIN, -(-bytes // (PARTS_MAX * MIB)) * MIB)
 
 
 def refused(what: str, error: Exception) -> CheckpointError:

@@ -1,8 +1,8 @@
 """A process that has torch and asyncckpt imported and forks a child for each line it is sent: a Saver that uploads.
 
-A line is JSON: the directory, the URL, the first and the last step, whether to plant a fault, and the environment of
-the store. The child says "pid" and its number, then each step that is uploaded; at its end, however that comes, the
-server says "end". Neither has used a store before the fork.
+A line is JSON: the directory, the URL (none where the directory is in a store itself), the first and the last step,
+whether to plant a fault, and the environment of the store. The child says "pid" and its number, then each step that is
+uploaded; at its end, however that comes, the server says "end". Neither has used a store before the fork.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import asyncckpt
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.upload import upload_attempt, uploads
 from asyncckpt.plan import image
+from asyncckpt.storage import object_store
 from asyncckpt.storage.object_store import ObjectStore
 
 PART_BYTES = 5 << 20
@@ -30,7 +31,7 @@ FILE_BYTES = 8 << 20
 
 def small_parts() -> None:
     """Let small checkpoints have several files, one of them of several parts."""
-    upload_attempt.PART_BYTES_MIN, uploads.FIRST_PAUSE_S = PART_BYTES, 0.01
+    object_store.PART_BYTES_MIN, uploads.FIRST_PAUSE_S = PART_BYTES, 0.01
     setattr(image, "FILE_TARGET_BYTES", FILE_BYTES)  # noqa: B010  # Of another room.
 
 
@@ -50,7 +51,7 @@ def save_steps(path: str, url: str, first: int, last: int, plant: bool = False) 
     if plant:
         upload_attempt._upload = publish_first
     tensors = state(first)
-    with asyncckpt.Saver(path=path, tensors=tensors, upload=url, parallel=2, keep=1) as saver:
+    with asyncckpt.Saver(path=path, tensors=tensors, upload=url or None, parallel=2, keep=1) as saver:
         for step in range(first, last + 1):
             for name, tensor in state(step).items():
                 tensors[name].copy_(tensor)
@@ -80,7 +81,7 @@ def serve() -> None:
 class Forks:
     process: subprocess.Popen[str]
 
-    def run(self, path: Path, url: str, *, first: int, last: int, plant: bool) -> Iterator[tuple[str, int]]:
+    def run(self, path: Path | str, url: str, *, first: int, last: int, plant: bool) -> Iterator[tuple[str, int]]:
         """Fork a child and give what it says, its end last."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -61,6 +61,21 @@ def test_what_was_uploaded_is_what_was_saved(owner: seaweed.Server, url: str, tm
     assert [*compare(url, 0, 1).tensors] == ["weight"]
 
 
+def test_a_saver_writes_to_the_store_itself(owner: seaweed.Server, url: str) -> None:
+    tensors, table = state(0), asyncckpt.HashTable("user", 4)
+    table.lookup(torch.arange(1000), insert=True)
+    with asyncckpt.Saver(path=url, hashtables={"user": table}, tensors=tensors, keep=2) as saver:
+        for step in range(5):
+            tensors["weight"] += step
+            table.lookup(torch.arange(1000 + step), insert=True)
+            saver.save_async(step, kind="delta" if step % 2 else "full").result()
+    assert_equal(asyncckpt.load(url), tensors)
+    assert asyncckpt.list_steps(url) == [2, 3, 4]  # 3 needs 2.
+    loaded = asyncckpt.HashTable("user", 4)
+    asyncckpt.Loader(url, hashtables={"user": loaded}, verify="before").load()
+    assert len(loaded) == 1004
+
+
 def test_tables_and_their_deltas_come_back(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 4)
     with asyncckpt.Saver(path=tmp_path / "ckpt", hashtables={"user": table}, upload=url) as saver:

@@ -17,6 +17,7 @@ from asyncckpt.engine.upload import upload_attempt, uploads
 from asyncckpt.format.names import attempt_of_upload_mark
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.plan import image
+from asyncckpt.storage import object_store
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
@@ -26,7 +27,7 @@ PART_BYTES = 5 << 20  # The least that S3 takes; a checkpoint of these tests has
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_attempt, "PART_BYTES_MIN", PART_BYTES)
+    monkeypatch.setattr(object_store, "PART_BYTES_MIN", PART_BYTES)
     monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0.01)
 
 

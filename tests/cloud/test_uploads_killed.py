@@ -61,12 +61,19 @@ class Killer:
 
 
 def run_until_killed(
-    forks: Forks, proxy: FaultProxy, path: Path, url: str, killer: Killer, *, plant: bool = False
+    forks: Forks,
+    proxy: FaultProxy,
+    path: Path | str,
+    url: str,
+    killer: Killer,
+    *,
+    last: int = STEPS[-1],
+    plant: bool = False,
 ) -> tuple[list[int], int]:
     """Return the steps that the child has said, and how it ended."""
     proxy.fault = killer
     said, status = [], 0
-    for word, number in forks.run(path, url, first=1, last=STEPS[-1], plant=plant):
+    for word, number in forks.run(path, url, first=1, last=last, plant=plant):
         if word == "pid":
             killer.pid = number
             killer.knows_pid.set()

@@ -34,6 +34,7 @@ from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
 from tests.end_to_end.turns import Turns
 from tests.pairs.gate import before_each_operation
+from tests.shares import EVERY
 
 WAIT_S_MAX = 60.0
 
@@ -179,11 +180,13 @@ def replace_files(path: Path) -> None:
 def test_what_is_acknowledged_can_be_read_whatever_a_cleaner_did(
     writer: str, clean: Callable[[Path], None], templates: dict[str, Path], tmp_path: Path
 ) -> None:
-    refused = refused_beside_a_cleaner(writer, clean, templates[writer], tmp_path)
-    assert refused > 5
+    refused = refused_beside_a_cleaner(writer, clean, templates[writer], tmp_path, every=EVERY)
+    assert refused > 5 // EVERY
 
 
-def refused_beside_a_cleaner(writer: str, clean: Callable[[Path], None], template: Path, tmp_path: Path) -> int:
+def refused_beside_a_cleaner(
+    writer: str, clean: Callable[[Path], None], template: Path, tmp_path: Path, *, every: int = 1
+) -> int:
     """How many saves were refused; CorruptError when an acknowledged one cannot be read at that moment."""
 
     def act() -> None:
@@ -191,7 +194,7 @@ def refused_beside_a_cleaner(writer: str, clean: Callable[[Path], None], templat
         clean(path)
 
     refused = 0
-    for at in range(1, 1000):
+    for at in range(1, 1000, every):
         path = fresh(template, tmp_path)
         strike = Strike(at, act)
         with before_each_operation(strike):
@@ -211,7 +214,7 @@ def test_what_is_acknowledged_can_be_read_whatever_a_second_writer_did(
 ) -> None:
     """Also afterwards; and what was there before stays as well."""
     prepare = lambda _: WRITERS[writer]  # noqa: E731
-    assert refused_beside_a_second_writer(prepare, templates[writer], tmp_path, every=every, stays=5) > 0
+    assert refused_beside_a_second_writer(prepare, templates[writer], tmp_path, every=every * EVERY, stays=5) > 0
 
 
 @pytest.mark.parametrize("sweeps", [True, False])
@@ -220,7 +223,7 @@ def test_an_acknowledged_delta_keeps_its_parent_whatever_a_second_writer_did(
     every: int, sweeps: bool, templates: dict[str, Path], tmp_path: Path
 ) -> None:
     refused = refused_beside_a_second_writer(
-        SaveDelta, templates["delta"], tmp_path, every=every, keep=1, sweeps=sweeps
+        SaveDelta, templates["delta"], tmp_path, every=every * EVERY, keep=1, sweeps=sweeps
     )
     assert refused > 0
 

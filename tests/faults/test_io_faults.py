@@ -16,6 +16,7 @@ from shim import STICKY_KINDS, Action, Fault
 from templates import Templates
 
 from asyncckpt.native import implementation
+from tests.shares import EVERY
 
 ALL = STICKY_KINDS[errno.EIO]
 EVERY_FAULT = [
@@ -89,7 +90,7 @@ def disturb(
     every: int = 1,
 ) -> None:
     """every: of the operations, each n-th one; which is the first depends on scenario and fault, so that all come."""
-    template, first = templates.of(scenario), list(SCENARIOS).index(scenario.name)
+    template, first, every = templates.of(scenario), list(SCENARIOS).index(scenario.name), every * EVERY
     works = [
         (
             fault.name,

@@ -20,6 +20,7 @@ from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
 from templates import Templates
 
 from asyncckpt.native import implementation
+from tests.shares import share_of
 
 # After other kinds the disk is as it was before them.
 KILLED_AFTER = CHANGING_KINDS
@@ -94,7 +95,7 @@ def kill_at_every_operation(
     # What is there before one of the others is what the one before it left.
     before = [(operation, Action.KILL_BEFORE) for operation in operations[:1]]
     after = [(operation, Action.KILL_AFTER) for operation in operations if operation.kind in KILLED_AFTER]
-    kills = iter([*before, *after][::every])
+    kills = iter(share_of([*before, *after], scenario.name, every=every))
     works = []
     while some := list(islice(kills, CRASHES_PER_CHECK)):
         runs = [(operation, action, next(folders)) for operation, action in some]

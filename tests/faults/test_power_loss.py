@@ -24,6 +24,7 @@ from templates import Templates
 from weak_disk import NEVER_READ, CutDisk, WeakDisk
 
 from asyncckpt.native import implementation
+from tests.shares import share_of
 
 SEED = int(os.environ.get("ASYNCCKPT_FAULT_SEED", "20250119"))
 STATES_MAX = int(os.environ.get("ASYNCCKPT_POWER_CUT_STATES", "256"))  # At one operation.
@@ -45,18 +46,24 @@ def disks_after(
     begin: int = 0,
     kinds: Collection[Kind] = CHANGING_KINDS | {Kind.MARK},
     states_max: int = STATES_MAX,
+    takes_share: bool = False,
 ) -> Iterator[CutDisk]:
-    """Every different disk that a power cut may leave after operations of these kinds, from log line `begin` on."""
+    """Every different disk that a power cut may leave after operations of these kinds, from log line `begin` on.
+
+    takes_share: after those among them that are this run's share.
+    """
     generator = random.Random(SEED)
     begin = max(begin, scenario.begin_of_disturbed(log))
     disk = WeakDisk(watched, template)
     acknowledged = max(scenario.before, default=None)
     seen = set()
+    numbers = [n for n, operation in enumerate(log) if n >= begin and operation.kind in kinds]
+    cut_at = {*(share_of(numbers, scenario.name) if takes_share else numbers)}
     for index, operation in enumerate(log):
         disk.do(operation)
         if operation.kind is Kind.MARK:
             acknowledged = operation.number
-        if index < begin or operation.kind not in kinds:
+        if index not in cut_at:
             continue
         for tree in disk.power_cuts(states_max=states_max, generator=generator):
             key = (acknowledged, hash(tuple(tree.items())))
@@ -113,7 +120,8 @@ def test_power_cut_leaves_every_acknowledged_checkpoint(
     scenario = SCENARIOS[name]
     template = templates.of(scenario)
     log, watched = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
-    count, wrong = check_all(disks_after(log, scenario, watched, template), lanes, run_folders)
+    disks = disks_after(log, scenario, watched, template, takes_share=True)
+    count, wrong = check_all(disks, lanes, run_folders)
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
     print(f"{name}: {count} different disks after power cuts")
 
@@ -137,7 +145,7 @@ def test_power_cut_after_a_kill_and_another_save_leaves_every_acknowledged_check
     kills = [o for o in disturbed if o.kind in CHANGING_KINDS and o.kind is not Kind.SYNC and not is_in_attempt(o)]
     works = [
         (str(kill), partial(killed_and_saved_again, scenario, kill, template, next(run_folders), states_max))
-        for kill in kills
+        for kill in share_of(kills, name)
     ]
     disks = (disk for disks in lanes.run_all(works) for disk in disks)
     count, wrong = check_all(disks, lanes, run_folders)
@@ -172,7 +180,7 @@ def test_power_cut_after_a_failed_sync_leaves_every_acknowledged_checkpoint(
     syncs = [operation for operation in disturbed if operation.kind is Kind.SYNC]
     works = [
         (str(sync), partial(failed_and_saved_again, scenario, sync, template, next(run_folders), states_max))
-        for sync in syncs
+        for sync in share_of(syncs, name)
     ]
     disks = (disk for disks in lanes.run_all(works) for disk in disks)
     count, wrong = check_all(disks, lanes, run_folders)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+from tests.shares import share_of
+
 _LOOKS = {code for name, code in dis.opmap.items() if name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")}
 # These look when they jump.
 _LOOP_ENDS = {code for name, code in dis.opmap.items() if name.startswith("POP_JUMP_BACKWARD_IF_")}
@@ -101,7 +103,7 @@ def interrupt_at(
     places = places_of(prepare())
     check()
     check_whole()
-    chosen = places[:: max(1, len(places) // count)]
+    chosen = share_of(places, prepare.__qualname__, every=len(places) // count)
     assert len(chosen) > 5
     reached, since_whole = 0, list[str]()
     try:

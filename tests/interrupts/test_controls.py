@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.interrupts.protections import without_protection
+from tests.shares import share_of
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 280
@@ -38,10 +39,15 @@ def test_what_the_controls_leave_unprotected_is_protected(protected: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unprotected", CONTROLS)
+@pytest.mark.parametrize("unprotected", share_of(CONTROLS, "controls"))
 def test_a_missing_protection_is_found(unprotected: str, tmp_path: Path) -> None:
     test = f"tests/interrupts/{CONTROLS[unprotected]}"
-    environment = {**os.environ, "ASYNCCKPT_UNPROTECTED": unprotected, "ASYNCCKPT_INTERRUPT_PLACES": "1000000"}
+    environment = {
+        **os.environ,
+        "ASYNCCKPT_UNPROTECTED": unprotected,
+        "ASYNCCKPT_INTERRUPT_PLACES": "1000000",
+        "ASYNCCKPT_EVERY": "1",
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/t", test]
     done = subprocess.run(
         command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -21,6 +21,7 @@ from asyncckpt.errors import CheckpointError, CorruptError
 from asyncckpt.format import limits
 from asyncckpt.model.sharded import Piece, Sharded
 from tests.limits.writers import WRITERS, InBackground, State, Writer, leaves_of
+from tests.shares import share_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
@@ -219,7 +220,7 @@ def pairs() -> Iterator[Any]:
                 yield pytest.param(case, writer, id=f"{case.name}-{writer.name}")
 
 
-@pytest.mark.parametrize(("case", "writer"), list(pairs()))
+@pytest.mark.parametrize(("case", "writer"), share_of(pairs(), "pairs"))
 def test_acknowledged_means_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case, writer: Writer
 ) -> None:

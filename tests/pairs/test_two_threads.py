@@ -19,6 +19,7 @@ from tests.pairs.gate import Gate, Place
 from tests.pairs.operations import BY_NAME, OPERATIONS, Operation
 from tests.pairs.run_pairs import operations_count, run_pair
 from tests.pairs.world import World, check_no_directory_is_held
+from tests.shares import share_of
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -76,7 +77,7 @@ def places_of(operation: Operation, world: World, *, every: int = 0) -> list[Pla
 def run_row(first: Operation, seconds: list[Operation], world: World, *, sides: int) -> None:
     """Run an operation with each of the others, at one place after the other."""
     places = places_of(first, world)
-    for number, second in enumerate(seconds, OPERATIONS.index(first)):
+    for number, second in share_of(enumerate(seconds, OPERATIONS.index(first)), str(first)):
         place = places[number % len(places)]
         was_held = run_pair(world, first, second, place, sides=sides)
         assert was_held or isinstance(place, int), f"{first} did not come to {place}"

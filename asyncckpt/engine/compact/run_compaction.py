@@ -22,6 +22,7 @@ from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_step
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.removal import being_removed
+from asyncckpt.commit.root import on_disk
 from asyncckpt.commit.transaction import Commits, Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
 from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
@@ -59,7 +60,7 @@ def run_compaction(
     may_commit: asked once, right before the commit; False: it was cancelled. Afterwards a cancel comes too late.
     """
     begun = time.perf_counter()
-    root = commits.root
+    root = on_disk(commits.root, "a compaction")
     step = newest_step(root) if step is None else step
     with claims.compaction(root, step) as claim:
         going = being_removed(root)
@@ -129,6 +130,7 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     Other ranks leave the work to rank 0 and skip it. UsageError; NotFoundError when there is no step at all.
     """
     target.commits.check_not_in_doubt()
+    on_disk(target.root, "a compaction")
     step = check_step(step)
     chosen = newest_step(target.root) if step is None else step
     what = f"compaction of step {chosen}"

@@ -12,6 +12,7 @@ runs:
     rewriters   compactions and removals, which wait for commits
     retainer    retention
     uploaders   copies of checkpoints in object stores
+    senders     files that a save writes to an object store
     talkers     messages with other ranks: sending and receiving block
 """
 
@@ -40,6 +41,7 @@ WORKERS_MAX = 4
 COMMITTERS_MAX = 8
 # They read and write whole checkpoints; more of them at once would take the disk from saves and end no sooner.
 REWRITERS_MAX = 2
+SENDERS_MAX = 4
 UPLOADERS_MAX = 2  # One for each Saver; the threads of obstore move the bytes.
 TALKERS_MAX = 3  # One sends, one receives, one waits for what another rank has left.
 HANDOVER_S_MAX = 0.0002
@@ -53,6 +55,7 @@ committer = IdleEndingThreads("asyncckpt-commit", COMMITTERS_MAX)
 rewriters = IdleEndingThreads("asyncckpt-rewrite", REWRITERS_MAX)
 retainer = IdleEndingThreads("asyncckpt-retention", 1)
 uploaders = IdleEndingThreads("asyncckpt-upload", UPLOADERS_MAX)
+senders = IdleEndingThreads("asyncckpt-send", SENDERS_MAX)
 talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
 
 

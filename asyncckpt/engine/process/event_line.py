@@ -17,13 +17,13 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
 
 from asyncckpt.engine.process.log import log_exception, log_warning
 from asyncckpt.model.event import Event, unix_time
 from asyncckpt.model.result import SaveResult
+from asyncckpt.model.store_url import Place
 from asyncckpt.pipeline.threads import start_thread
 from asyncckpt.signals import wait_in_steps
 from asyncckpt.system import register_at_fork
@@ -57,7 +57,7 @@ class EventLine:
             log_warning("on_event of %s blocks: events are dropped, first that of a %s", event.path, event.name)
 
     def ended(
-        self, name: Literal["save", "compaction"], *, step: int | None, begun: float, path: Path, rank: int
+        self, name: Literal["save", "compaction"], *, step: int | None, begun: float, path: Place, rank: int
     ) -> Callable[[SaveResult | None, BaseException | None], None]:
         """Return a function that hands on how a save has ended. It holds nothing of the Saver."""
         return partial(_ended, self, name, step, begun, path, rank)
@@ -89,7 +89,7 @@ def _ended(
     name: Literal["save", "compaction"],
     step: int | None,
     begun: float,
-    path: Path,
+    path: Place,
     rank: int,
     result: SaveResult | None,
     error: BaseException | None,

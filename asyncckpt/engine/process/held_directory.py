@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
 from asyncckpt.commit.transaction import Commits, Uploader
 from asyncckpt.engine.process.background import committer, retainer
 from asyncckpt.engine.process.log import log_warning
@@ -16,7 +16,7 @@ from asyncckpt.storage.owner_lock import OwnerLock
 
 
 def commits_of(
-    root: CheckpointRoot, lock: OwnerLock | None, durability: Durability, uploader: Uploader | None = None
+    root: WriteRoot, lock: OwnerLock | None, durability: Durability, uploader: Uploader | None = None
 ) -> Commits:
     durable = durability == "fsync"
     return Commits(root, lock, durable=durable, threads=committer, warn=log_warning, uploader=uploader)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from asyncckpt.commit.claims import Claim, claims
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import WriteRoot, on_disk
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import cause_of
 from asyncckpt.engine.process.background import committer, run_on, workers
@@ -159,7 +159,8 @@ class StepInTurn:
     def _begun(self, job: SaveJob) -> Transaction:
         """Return the transaction; the first part begins it, in a directory of its own. On a commit thread."""
         if self._transaction is None:
-            self._opened = open_alone(job.target.root.path, exact_modes=False)
+            root = on_disk(job.target.root, "saving in turn")
+            self._opened = open_alone(root.path, exact_modes=False)
             commits = commits_of(self._opened.root, self._opened.lock, job.target.options.durability)
             self._transaction = Transaction.begin(commits, self.claim, job.recorder)
         return self._transaction
@@ -193,7 +194,7 @@ class _PartOfClaim(Claim):
 _steps: dict[tuple[int, int], StepInTurn] = {}
 
 
-def claim_in_turn(ranks: Ranks, root: CheckpointRoot, step: int | None) -> Claim:
+def claim_in_turn(ranks: Ranks, root: WriteRoot, step: int | None) -> Claim:
     """Claim a step, or the one of which parts are missing, for the part of this rank.
 
     PeerError when that one waits for other ranks than this: it is given up. ConflictError, UsageError as of any claim.

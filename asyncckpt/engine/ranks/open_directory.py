@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from asyncckpt.arguments import check_int
 from asyncckpt.commit.removal import complete_decided
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot, on_disk
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import open_file_channel
 from asyncckpt.coordination.messages import Limits, cause_of
@@ -22,16 +22,19 @@ from asyncckpt.coordination.store_channel import StoreChannel, open_store_channe
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.engine.ranks.saver_ranks import Ranks, announce_failed
-from asyncckpt.errors import CheckpointError, DeadlineError, NotFoundError, PeerError, UsageError
+from asyncckpt.errors import CheckpointError, DeadlineError, NotFoundError, PeerError, UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.own_rank import own_rank, rank_in_group
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import RankOptions
 from asyncckpt.signals import uninterrupted
+from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 from asyncckpt.storage.owner_lock import OwnerLock
 
 SILENCE_S_MAX = 30.0
 POLL_S = 0.05
+STORE_LIMITS = StoreLimits()
 # The call under which ranks talk before their first save.
 OPENING = 0
 
@@ -50,7 +53,7 @@ class Opened:
     owned: closed with the directory; None for ranks that save to other directories too.
     """
 
-    root: CheckpointRoot
+    root: WriteRoot
     lock: OwnerLock | None = None
     ranks: Ranks | None = None
     owned: Channel | None = None
@@ -136,15 +139,18 @@ def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
     return Ranks(channel=channel, limits=waits, replicas=Replicas(channel.rank, channel.ranks_count))
 
 
-def open_directory(path: Path, *, index: int, count: int, options: RankOptions, exact_modes: bool) -> Opened:
+def open_directory(path: Place, *, index: int, count: int, options: RankOptions, exact_modes: bool) -> Opened:
     """Open it as rank `index` of `count`. Ranks wait for each other at most the peer_deadline: PeerError."""
     if count == 1:
         return open_alone(path, exact_modes=exact_modes)
     process_group, peer_deadline_s = options.process_group, float(options.peer_deadline)
+    if isinstance(path, StoreUrl):
+        _check_store_ranks(path, is_over_files=_meets_over_files(process_group, index, count), in_turn=options.in_turn)
     if options.in_turn:
         ranks = replace(_ranks_over(cast(Channel, _Place(index, count)), peer_deadline_s), in_turn=True)
         return replace(open_alone(path, exact_modes=exact_modes), ranks=ranks)
     if _meets_over_files(process_group, index, count):
+        assert isinstance(path, Path)
         return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
     if isinstance(process_group, Ranks):
         return _join_over_store(path, process_group, process_group.call, peer_deadline_s, exact_modes)
@@ -160,27 +166,47 @@ def open_directory(path: Path, *, index: int, count: int, options: RankOptions, 
     return replace(opened, owned=channel)
 
 
+def _check_store_ranks(url: StoreUrl, *, is_over_files: bool, in_turn: bool) -> None:
+    """Refuse ranks that need a directory on a disk for more than their checkpoints. UnsupportedError."""
+    if in_turn:
+        what, hint = "ranks that save in turn need a directory on a disk", "upload the directory afterwards"
+    elif is_over_files:
+        what = "ranks that find each other by files need a directory on a disk"
+        hint = "initialize torch.distributed, or pass RankOptions(process_group=...)"
+    else:
+        return
+    raise UnsupportedError(what, found=str(url), hint=hint)
+
+
 def _leave_cause(channel: StoreChannel, error: BaseException) -> None:
     channel.leave_cause(f"it cannot open the checkpoint directory: {cause_of(error)}")
 
 
-def open_alone(path: Path, *, exact_modes: bool) -> Opened:
-    """Open and lock it, for one rank or for all; complete what a crash has left half removed."""
+def open_alone(path: Place, *, exact_modes: bool) -> Opened:
+    """Open and lock it, for one rank or for all; complete what a crash has left half removed. A store has no lock."""
+    if isinstance(path, StoreUrl):
+        store = StoreRoot.for_writing(ObjectStore(path, STORE_LIMITS))
+        _complete(store)
+        return Opened(root=store)
     root = CheckpointRoot.for_writing(path, exact_modes=exact_modes)
     opened = Opened(root=root)
     try:
         opened = Opened(root=root, lock=OwnerLock.acquire(root.root, LOCK_NAME))
-        try:
-            complete_decided(root)
-        except CheckpointError as error:
-            log_warning("leftovers in %s were kept: %s", root.path, error)
+        _complete(root)
         return opened
     except BaseException:
         opened.close()
         raise
 
 
-def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exact_modes: bool) -> Opened:
+def _complete(root: WriteRoot) -> None:
+    try:
+        complete_decided(root)
+    except CheckpointError as error:
+        log_warning("leftovers in %s were kept: %s", root.path, error)
+
+
+def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, exact_modes: bool) -> Opened:
     """call: under which rank 0 says that it has opened the directory."""
     if ranks.is_coordinator:
         try:
@@ -201,6 +227,8 @@ def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exa
     if cause:
         raise PeerError("rank 0 cannot open the checkpoint directory", rank=0, cause=cause)
     try:
+        if isinstance(path, StoreUrl):
+            return Opened(StoreRoot.for_joining(ObjectStore(path, STORE_LIMITS)), ranks=ranks)
         return Opened(CheckpointRoot.for_joining(path, exact_modes=exact_modes), ranks=ranks)
     except NotFoundError as error:
         raise UsageError(
@@ -218,7 +246,9 @@ def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exac
         opened = Opened(_await_root(path, until, deadline_s=deadline_s, exact_modes=exact_modes))
     try:
         left_s = max(0.0, until - time.monotonic())
-        channel = open_file_channel(opened.root.root, rank=index, ranks_count=count, deadline_s=left_s)
+        channel = open_file_channel(
+            on_disk(opened.root, "ranks that meet over files").root, rank=index, ranks_count=count, deadline_s=left_s
+        )
     except BaseException:
         opened.close()
         raise

@@ -23,7 +23,7 @@ from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.doubt import is_committed_whole
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import StoreRoot, WriteRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.actions import Contradiction
 from asyncckpt.coordination.driver import run_call
@@ -50,10 +50,11 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import FileFacts, ParentFacts
-from asyncckpt.format.names import Attempt
+from asyncckpt.format.names import Attempt, manifest_name
 from asyncckpt.format.strict_json import Fields, Json, dumps
 from asyncckpt.format.write_manifest import PartText, encode_part
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.store_folder import StoreFolder
 
 FACTS_MAX = 1_000_000
 
@@ -159,7 +160,7 @@ class RankSave:
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
         await self._take_share(notes.text("replicas"), notes.text("agreement"))
         own = self.transaction  # Of rank 0: it has the folder open, and checks all files before it publishes.
-        opened = _attempt_folder(job.target.root, attempt.attempt) if own is None else nullcontext(own.folder)
+        opened = _attempt_folder(job.target.root, attempt.attempt) if own is None else nullcontext(own.place)
         try:
             with opened as folder:
                 self.written = written = await run_on(workers, write_files, job, folder, attempt.attempt)
@@ -195,7 +196,7 @@ class RankSave:
         job.claim.release()
         job.claim, job.ticket.step, job.future.step, job.recorder.step = claim, step, step, step
 
-    def _check_own(self, folder: Directory) -> None:
+    def _check_own(self, folder: Directory | StoreFolder) -> None:
         """Make sure that the files of this rank are durable, and there by their names, before it is prepared."""
         assert self.written is not None
         if self.job.target.options.durability == "fsync":
@@ -254,6 +255,7 @@ class RankSave:
             self.ranks.replicas.forget()
         elif not self.share.is_known:
             self.ranks.replicas.agree(self.share.replicas, self.share.by_peers)
+        self.job.target.root.note(manifest_name(self.job.step))
         digest = outcome.notes.get("digest")
         parent = ParentFacts(self.job.step, outcome.attempt.id, digest) if isinstance(digest, str) else None
         return Committed(self.written, outcome.attempt, parent, self.parents, self.manifest_bytes)
@@ -344,13 +346,13 @@ def _notes(notes: Mapping[str, Json], rank: int) -> Fields:
 
 
 @contextmanager
-def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Iterator[Directory]:
+def _attempt_folder(root: WriteRoot, attempt: Attempt) -> Iterator[Directory | StoreFolder]:
     """Open the folder of an attempt; NotFoundError when it is not there, or is gone when work in it fails."""
     try:
         with root.data.child(attempt.directory) as folder:
             yield folder
     except (CorruptError, IOFailedError, NotFoundError) as error:
-        if root.data.exists(attempt.directory):
+        if isinstance(root, StoreRoot) or root.data.exists(attempt.directory):
             raise
         raise NotFoundError(
             f"folder {attempt.directory!r}, which rank 0 has made for this save, is not there",

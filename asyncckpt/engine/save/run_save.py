@@ -19,6 +19,7 @@ from functools import partial
 
 from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.root import StoreRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import Outcome
 from asyncckpt.engine.process.background import committer, run_on, short_handovers, workers
@@ -108,6 +109,8 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
     written = committed.written
     if job.target.uploads.are_expected:
         job.future.expect_upload(partial(job.target.uploads.wait_for, committed.attempt))
+    elif isinstance(job.target.root, StoreRoot):
+        job.future.expect_upload(lambda timeout: None)
     job.target.memory.newest = _link(job, committed)
     if committed.manifest_bytes and job.target.options.keep is not None:
         _start_retention(job)
@@ -137,7 +140,7 @@ async def _save_alone(job: SaveJob) -> Committed:
     transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim, job.recorder)
     parents = () if job.choice.base is None else job.choice.base.chain
     try:
-        written = await run_on(workers, write_files, job, transaction.folder, transaction.attempt)
+        written = await run_on(workers, write_files, job, transaction.place, transaction.attempt)
         job.enter(FutureState.COMMITTING)
         facts = {"values": job.values, "metadata": job.metadata, "parents": parents, "times": job.times()}
         head = transaction.head(files=written.files, **facts)

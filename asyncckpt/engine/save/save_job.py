@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from asyncckpt.commit.claims import Claim
 from asyncckpt.commit.proof import body_structure
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Commits
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.event_line import EventLine
@@ -91,7 +91,7 @@ class SaveTarget:
             )
 
     @property
-    def root(self) -> CheckpointRoot:
+    def root(self) -> WriteRoot:
         return self.commits.root
 
     @property

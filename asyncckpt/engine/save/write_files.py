@@ -18,7 +18,7 @@ from typing import cast
 
 import numpy as np
 
-from asyncckpt.engine.process.background import writers
+from asyncckpt.engine.process.background import senders, writers
 from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.save.filter_input import filter_blocks, own_blocks, planned_blocks, staged_tables, table_facts
 from asyncckpt.engine.save.row_fingerprints import Selections, select_rows
@@ -41,15 +41,16 @@ from asyncckpt.shard.stream import export_tables, stream_sources
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.store_folder import StoreFolder
 
 
-def write_files(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
+def write_files(job: SaveJob, folder: Directory | StoreFolder, attempt: Attempt) -> Written:
     """Filter, and write all shard files. On a worker thread."""
     with job.recorder.span("write"):
         return _write_files(job, folder, attempt)
 
 
-def _write_files(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
+def _write_files(job: SaveJob, folder: Directory | StoreFolder, attempt: Attempt) -> Written:
     options = job.target.options
     planned = blocks = None
     if job.target.filter_func is not identity:
@@ -58,7 +59,7 @@ def _write_files(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
             planned = planned_blocks(job)
             blocks = filter_blocks(job, planned)
     job.enter(FutureState.WRITING)
-    target = ShardTarget(folder, attempt, options, job.future.native_progress, job.recorder)
+    target = ShardTarget(folder, attempt, options, job.future.native_progress, job.recorder, sender=senders)
     is_compared = job.captured and (options.debug.audit or options.deltas is not None)
     with job.recorder.span("rows"):
         selections = select_rows(job) if is_compared else Selections()

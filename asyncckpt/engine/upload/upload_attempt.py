@@ -28,7 +28,7 @@ from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, look_again
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.upload_marks import unmark_upload
-from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError, UnsupportedError
+from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, SealedHead
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR, Attempt, compacted_manifest_name, manifest_name
@@ -39,11 +39,7 @@ from asyncckpt.options import UploadOptions
 from asyncckpt.shard.check_header import blocks_by_file, owner_of
 from asyncckpt.shard.reader import OpenFiles
 from asyncckpt.storage.directory import io_failed
-from asyncckpt.storage.object_store import PARTS_MAX, ObjectStore
-
-PART_BYTES_MIN = 16 << 20
-MIB = 1 << 20
-PROBE_NAME = ".probe"
+from asyncckpt.storage.object_store import ObjectStore, part_bytes_of
 
 
 class AttemptGoneError(NotFoundError):
@@ -176,11 +172,6 @@ def _check_files(store: ObjectStore, manifest: Manifest) -> None:
             )
 
 
-def part_bytes_of(bytes: int) -> int:
-    """Return the bytes of each part of a file, so that there are not more parts than a store takes."""
-    return max(PART_BYTES_MIN, -(-bytes // (PARTS_MAX * MIB)) * MIB)
-
-
 def _checked_parts(
     files: OpenFiles, number: int, manifest: Manifest, blocks: dict[str, BlockFacts], part_bytes: int
 ) -> Iterator[U8]:
@@ -231,17 +222,3 @@ class _BlockChecks:
                 expected=block.digest.hex(),
                 hint="the checkpoint was not uploaded",
             )
-
-
-def check_store(store: ObjectStore) -> None:
-    """Check that a store can be written to, and that its conditional PUT replaces nothing.
-
-    Makes an empty object that stays, so that nothing need be removed. UnsupportedError, NotFoundError, IOFailedError.
-    """
-    key = f"{MANIFESTS_DIR}/{PROBE_NAME}"
-    store.put_new(key, b"")
-    if store.put_new(key, b""):
-        raise UnsupportedError(
-            f"the store of {str(store.url)!r} replaces objects in spite of If-None-Match",
-            hint="two writers could replace each other's checkpoints there: use another store",
-        )

@@ -24,17 +24,17 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from asyncckpt.commit.discover import is_committed, shown_steps
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot, check_store
 from asyncckpt.commit.upload_marks import uploads_among
 from asyncckpt.coordination.pauses import Pauses
 from asyncckpt.engine.process.background import check_may_wait, uploaders
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.log import log_warning
-from asyncckpt.engine.upload.upload_attempt import AttemptGoneError, check_store, is_uploaded, upload_attempt
-from asyncckpt.errors import DeadlineError, IOFailedError, UnsupportedError
+from asyncckpt.engine.upload.upload_attempt import AttemptGoneError, is_uploaded, upload_attempt
+from asyncckpt.errors import DeadlineError, IOFailedError, UnsupportedError, UsageError
 from asyncckpt.format.names import Attempt, upload_mark_name
 from asyncckpt.guard import Guard
-from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import UploadOptions
 from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
@@ -47,7 +47,7 @@ PAUSE_FOR_RANK_0_S_MAX = 0.5
 class Uploads:
     """See the module. An Uploader of commits (commit/transaction.py); without options there is nothing to do."""
 
-    def __init__(self, path: Path, options: UploadOptions | None, *, rank: int = 0) -> None:
+    def __init__(self, path: Place, options: UploadOptions | None, *, rank: int = 0) -> None:
         self._path = path
         self._options = options
         self._is_by_others = rank > 0
@@ -62,8 +62,10 @@ class Uploads:
         self._pid = os.getpid()
 
     @staticmethod
-    def open(path: Path, options: UploadOptions | None, *, rank: int, in_turn: bool) -> Uploads:
+    def open(path: Place, options: UploadOptions | None, *, rank: int, in_turn: bool) -> Uploads:
         """Check the store, if this rank uploads to one. UnsupportedError, NotFoundError, IOFailedError, UsageError."""
+        if options is not None and isinstance(path, StoreUrl):
+            raise UsageError("upload is for a directory on a disk", found=f"path {str(path)!r}", hint="leave it out")
         if options is not None and in_turn:
             raise UnsupportedError("upload is not for ranks that save in turn", hint="upload the directory afterwards")
         uploads = Uploads(path, options, rank=rank)
@@ -81,7 +83,7 @@ class Uploads:
         """What commits tell of their attempts, if anything is to be uploaded."""
         return None if self._store is None or self._is_by_others else self
 
-    def go_on(self, root: CheckpointRoot, *, warns: bool) -> None:
+    def go_on(self, root: WriteRoot, *, warns: bool) -> None:
         """Upload what earlier Savers of the directory have left.
 
         warns: where this one uploads nothing, log how many steps wait; for one rank of all.
@@ -129,10 +131,15 @@ class Uploads:
                     self._error = None
             raise error
 
+    @property
+    def _on_disk(self) -> Path:
+        assert isinstance(self._path, Path)
+        return self._path
+
     def _wait_for_rank_0(self, attempt: Attempt, timeout: float, what: str) -> None:
         assert self._store is not None
         until, pauses = time.monotonic() + timeout, Pauses(pause_s_max=PAUSE_FOR_RANK_0_S_MAX)
-        with CheckpointRoot.for_reading(self._path) as root:
+        with CheckpointRoot.for_reading(self._on_disk) as root:
             while root.manifests.exists(upload_mark_name(attempt)):
                 if not pauses.pause(until):
                     raise DeadlineError(f"{what} did not end within {timeout} s", hint="rank 0 says why, or goes on")
@@ -198,7 +205,7 @@ class Uploads:
         until, pause_s = time.monotonic() + self._options.deadline, FIRST_PAUSE_S
         while True:
             try:
-                return upload_attempt(self._path, self._store, attempt, self._options)
+                return upload_attempt(self._on_disk, self._store, attempt, self._options)
             except IOFailedError as error:
                 if error.errno != errno.ETIMEDOUT or time.monotonic() + pause_s > until:
                     raise
@@ -215,7 +222,7 @@ class Uploads:
         future.set_exception(error)
 
 
-def _warn_of_left(root: CheckpointRoot, left: list[Attempt]) -> None:
+def _warn_of_left(root: WriteRoot, left: list[Attempt]) -> None:
     steps = {one.step for one in left if is_committed(root, one.step) and root.data.has_folder(one.directory)}
     if steps:
         log_warning(

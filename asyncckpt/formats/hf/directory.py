@@ -19,7 +19,8 @@ from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError, Usag
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Fields, loads
 from asyncckpt.formats.data_files import DataFiles, FileArray, array_of
-from asyncckpt.storage.directory import Directory, real_folder
+from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.real_folder import real_folder
 
 SUFFIX = ".safetensors"
 SINGLE_FILE = f"model{SUFFIX}"

@@ -25,7 +25,8 @@ from asyncckpt.format import limits
 from asyncckpt.formats.parquet.columns import ParquetColumn, arrow_errors, columns_of, pyarrow
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64, U8, core
-from asyncckpt.storage.directory import Directory, real_folder
+from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.real_folder import real_folder
 
 SUFFIX = ".parquet"
 BATCH_BYTES = 8 << 20

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncckpt.engine.upload.upload_attempt import MIB, PART_BYTES_MIN, part_bytes_of
-from asyncckpt.storage.object_store import PARTS_MAX
+from asyncckpt.storage.object_store import MIB, PART_BYTES_MIN, PARTS_MAX, part_bytes_of
 
 
 @pytest.mark.parametrize(

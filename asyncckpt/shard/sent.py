@@ -1,0 +1,172 @@
+"""Files of an attempt that go to an object store: parts of memory on their way, without a copy where it stays as it is.
+
+An object becomes visible as a whole when all of it has come, or not at all: an upload that fails is aborted. The store
+client reads memory on threads of its own, also for moments behind an error, and lets go of it behind that: nobody may
+use that memory before.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+
+import numpy as np
+
+from asyncckpt.errors import DeadlineError, IOFailedError, SaveCancelledError
+from asyncckpt.native import U8, memory_at
+from asyncckpt.storage.object_store import part_bytes_of
+from asyncckpt.storage.store_folder import StoreFolder
+
+PARTS_AT_ONCE = 4  # Of one file.
+TRY_S_MAX = 600.0
+FIRST_PAUSE_S = 0.2
+PAUSE_S_MAX = 30.0
+LOOK_S = 0.1
+LET_GO_S_MAX = 3600.0
+
+
+def send_file(
+    folder: StoreFolder,
+    name: str,
+    pieces: Sequence[tuple[int, int]],
+    *,
+    sent: Callable[[int], None],
+    check: Callable[[], None],
+) -> None:
+    """Upload pieces of memory (address, bytes), one behind the other, as one object. Returns when nobody reads them.
+
+    Tries again for TRY_S_MAX where that may help. sent: is told how many bytes have been taken for the first time.
+    check: raises when the upload is to end.
+    """
+    until, pause_s, told = time.monotonic() + TRY_S_MAX, FIRST_PAUSE_S, [0]
+
+    def take(end: int) -> None:
+        check()
+        sent(max(0, end - told[0]))
+        told[0] = max(end, told[0])
+
+    while True:
+        try:
+            return _put(folder, name, pieces, take)
+        except IOFailedError as error:
+            if error.errno != errno.ETIMEDOUT or time.monotonic() + pause_s > until:
+                raise
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+
+def _put(folder: StoreFolder, name: str, pieces: Sequence[tuple[int, int]], take: Callable[[int], None]) -> None:
+    bytes = sum(size for _, size in pieces)
+    part_bytes, held = part_bytes_of(bytes), _Held()
+    small = bytes <= part_bytes and len(pieces) != 1  # One request instead of three.
+
+    def parts() -> Iterator[U8]:
+        offset = 0
+        for address, size in pieces:
+            for begin in range(0, size, part_bytes):
+                end = min(begin + part_bytes, size)
+                take(offset + end)
+                yield held.view(address + begin, end - begin)  # Not kept here: an error shows this frame to the end.
+            offset += size
+
+    try:
+        taken: Iterable[U8] = [np.concatenate([*parts()])] if small else parts()
+        folder.store.put(folder.key(name), taken, part_bytes=part_bytes, parallel=PARTS_AT_ONCE)
+    finally:
+        held.wait(f"the upload of {name!r}")
+
+
+class _Held:
+    """Views of memory that somebody still has."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def view(self, address: int, bytes: int) -> U8:
+        view = np.frombuffer(memory_at(address, bytes), dtype=np.uint8)
+        with self._changed:
+            self._count += 1
+        weakref.finalize(view, self._let_go)
+        return view
+
+    def _let_go(self) -> None:
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def wait(self, what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._count == 0, LET_GO_S_MAX):
+                raise DeadlineError(f"{what} has not let go of its memory within {LET_GO_S_MAX} s")
+
+
+class SentShard:
+    """A shard file that is uploaded while it is written, from its begin to its end; what is written is copied.
+
+    The upload runs on a thread of `sender` from the first write on.
+    """
+
+    def __init__(self, folder: StoreFolder, name: str, *, bytes: int, sender: Executor) -> None:
+        self.name = name
+        self._folder = folder
+        self._part_bytes = part_bytes_of(bytes)
+        self._sender = sender
+        self._parts: queue.Queue[U8 | None] = queue.Queue(maxsize=1)
+        self._offset = 0
+        self._is_given_up = False
+        self._sending: Future[None] | None = None
+
+    def write(self, address: int, size: int, *, offset: int) -> None:
+        """Hand bytes over. Raises what the upload has failed with."""
+        assert offset == self._offset, "objects are written from begin to end"
+        for begin in range(0, size, self._part_bytes):
+            bytes = min(self._part_bytes, size - begin)
+            self._put(np.frombuffer(memory_at(address + begin, bytes), dtype=np.uint8).copy())
+        self._offset += size
+
+    def end(self, *, bytes: int) -> None:
+        """Wait until the object is there."""
+        assert bytes == self._offset
+        self._put(None)
+        assert self._sending is not None
+        self._sending.result()
+
+    def close(self) -> None:
+        """End an upload that has not come to its end. Never raises."""
+        if self._sending is None or self._sending.done():
+            return
+        self._is_given_up = True
+        while not self._sending.done():
+            try:
+                self._parts.put(None, timeout=LOOK_S)
+                break
+            except queue.Full:
+                continue
+        self._sending.exception()
+
+    def _put(self, part: U8 | None) -> None:
+        if self._sending is None:
+            self._sending = self._sender.submit(self._send)
+        while True:
+            if self._sending.done():
+                self._sending.result()
+            try:
+                return self._parts.put(part, timeout=LOOK_S)
+            except queue.Full:
+                continue
+
+    def _send(self) -> None:
+        key = self._folder.key(self.name)
+        self._folder.store.put(key, self._taken(), part_bytes=self._part_bytes, parallel=PARTS_AT_ONCE)
+
+    def _taken(self) -> Iterator[U8]:
+        while (part := self._parts.get()) is not None:
+            yield part
+        if self._is_given_up:
+            raise SaveCancelledError("the upload was given up")

@@ -1,0 +1,118 @@
+"""Several ranks save to one prefix of a store: all of a step or nothing of it, also where one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from tests.cloud import seaweed
+from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.rank_in_a_store import ROWS_COUNT, STEPS_COUNT
+from tests.ranks.processes import Ended, await_ranks, start_rank
+from tests.shares import share_of
+
+RANKS_COUNT = 3
+WAIT_S = 120.0
+# Of a victim: the number of its request. The first ones are those of its constructor.
+KILLS = [(victim, number) for victim in (0, 1) for number in (3, 6, 10, 14, 18, 23, 29)]
+
+
+def start_ranks(folder: Path, url: str, *, endpoints: dict[int, str] | None = None) -> list[subprocess.Popen[bytes]]:
+    folder.mkdir()
+    started = []
+    for rank in range(RANKS_COUNT):
+        more = {"AWS_ENDPOINT_URL": endpoints[rank]} if endpoints and rank in endpoints else {}
+        arguments = (rank, RANKS_COUNT, folder, url)
+        started.append(start_rank("tests.cloud.rank_in_a_store", arguments, folder, **more))
+    return started
+
+
+def said_steps(ended: list[Ended]) -> set[int]:
+    lines = [line for rank in ended for line in rank.output.splitlines() if line.startswith("step ")]
+    return {int(line.split()[1]) for line in lines}
+
+
+def outputs(ended: list[Ended]) -> str:
+    return "\n".join(rank.output for rank in ended)
+
+
+def check_step(url: str, step: int, *, shards: int = 1) -> None:
+    """Load a step as so many ranks would."""
+    asyncckpt.verify(url, step)
+    found: dict[int, float] = {}
+    for shard in range(shards):
+        table = asyncckpt.HashTable("t", 2, shard=(shard, shards))
+        tensors: dict[str, Any] = {
+            "both": torch.zeros(4),
+            **{f"own.{rank}": torch.zeros(1) for rank in range(RANKS_COUNT)},
+        }
+        asyncckpt.Loader(url, {"t": table}, tensors, step=step, shard_index=shard, shard_num=shards).load()
+        assert [tensors[f"own.{rank}"].item() for rank in range(RANKS_COUNT)] == [
+            step + 100 * rank for rank in range(RANKS_COUNT)
+        ]
+        assert torch.equal(tensors["both"], torch.full((4,), float(step)))
+        ids = torch.arange(shard, ROWS_COUNT, shards)
+        values = table.embedding[table.lookup(ids, insert=False)][:, 0]
+        found |= dict(zip(ids.tolist(), values.tolist(), strict=True))
+    assert found == {number: number + 100.0 * step for number in range(ROWS_COUNT)}
+
+
+def test_what_ranks_save_loads_with_any_number_of_them(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    for run in range(2):  # The second one goes on behind the first.
+        ended = await_ranks(start_ranks(tmp_path / f"run{run}", url), WAIT_S)
+        assert [rank.status for rank in ended] == [0] * RANKS_COUNT, outputs(ended)
+    assert asyncckpt.list_steps(url) == [*range(2 * STEPS_COUNT)]
+    for step, shards in ((0, 1), (2, 2), (5, 5)):
+        check_step(url, step, shards=shards)
+
+
+@pytest.mark.parametrize(("victim", "number"), share_of(KILLS, "ranks that are killed"))
+def test_a_killed_rank_leaves_whole_checkpoints(
+    proxy: FaultProxy, url: str, tmp_path: Path, victim: int, number: int
+) -> None:
+    running: list[subprocess.Popen[bytes]] = []
+
+    def kill_at(left: list[int]) -> Callable[[Request], Fault | None]:
+        def disturb(request: Request) -> Fault | None:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(running[victim].pid, signal.SIGKILL)
+            return Fault(silent=True) if left[0] <= 0 else None
+
+        return disturb
+
+    endpoints = {rank: proxy.target for rank in range(RANKS_COUNT)} | {victim: proxy.endpoint}
+    proxy.fault = kill_at([number])
+    running += start_ranks(tmp_path / "killed", url, endpoints=endpoints)
+    ended = await_ranks(running, WAIT_S)
+    proxy.fault = lambda request: None
+    assert ended[victim].status in (0, -signal.SIGKILL), outputs(ended)
+    if ended[victim].status:
+        others = [rank.status for place, rank in enumerate(ended) if place != victim]
+        assert None not in others, outputs(ended)
+        assert 0 not in others or said_steps(ended) == {*range(STEPS_COUNT)}, outputs(ended)
+    try:
+        steps = asyncckpt.list_steps(url)
+    except asyncckpt.NotFoundError:
+        steps = []
+    assert said_steps(ended) <= {*steps}
+    for step in steps:
+        check_step(url, step)
+
+    ended = await_ranks(start_ranks(tmp_path / "again", url), WAIT_S)
+    assert [rank.status for rank in ended] == [0] * RANKS_COUNT, outputs(ended)
+    check_step(url, max(steps, default=-1) + STEPS_COUNT)
+
+
+def test_a_bucket_that_is_not_there_ends_all_constructors(owner: seaweed.Server, tmp_path: Path) -> None:
+    ended = await_ranks(start_ranks(tmp_path / "run", "s3://no-such-bucket/run"), WAIT_S)
+    assert [rank.status for rank in ended] == [1] * RANKS_COUNT, outputs(ended)
+    assert all("NoSuchBucket" in rank.output for rank in ended)

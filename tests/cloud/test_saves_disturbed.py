@@ -1,0 +1,78 @@
+"""Each kind of request of a Saver in a store is disturbed in each way: the save is whole, or refused, or in doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import asyncckpt
+from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.test_saver_in_a_store import is_equal, small_parts, state
+from tests.shares import share_of
+
+__all__ = ["small_parts"]
+
+FAULTS = {
+    "500 after success": Fault(answer_after=(500, "InternalError")),
+    "silent": Fault(silent=True),
+    "silent after success": Fault(silent_after=True),
+    "cut in the body": Fault(cut_up=100),
+    "cut in the answer": Fault(cut_down=10),
+    "409": Fault(answer=(409, "OperationAborted")),
+    "412": Fault(answer=(412, "PreconditionFailed")),
+    "slow down": Fault(answer=(503, "SlowDown")),
+}
+
+
+def first(kind: str, fault: Fault, *, where: str = "") -> Callable[[Request], Fault | None]:
+    """Disturb the first request of a kind for an object of a checkpoint."""
+    left = [fault]
+
+    def disturb(request: Request) -> Fault | None:
+        is_meant = request.kind == kind and ".probe" not in request.path and where in request.path
+        return left.pop() if is_meant and left else None
+
+    return disturb
+
+
+KINDS = ["begin upload", "part", "complete upload", "put of a file", "put of a manifest", "get", "list", "head"]
+
+
+# Only a conditional PUT is answered with 412.
+CASES = [(name, kind) for name in FAULTS for kind in KINDS if name != "412" or kind == "put of a manifest"]
+
+
+@pytest.mark.parametrize(("name", "kind"), share_of(CASES, "faults of a store"))
+def test_a_disturbed_save_is_whole_or_refused(proxy: FaultProxy, url: str, kind: str, name: str) -> None:
+    kind, _, what = kind.partition(" of a ")
+    tensors = state(0)
+    with asyncckpt.Saver(path=url, tensors=tensors, parallel=2) as saver:
+        saver.save(0)
+        for tensor in tensors.values():
+            tensor.fill_(1)
+        proxy.fault = first(kind, FAULTS[name], where={"file": "/data/", "manifest": "/manifests/"}.get(what, ""))
+        is_saved, is_in_doubt = True, False
+        try:
+            saver.save_async(1).result()
+        except asyncckpt.IndeterminateError as error:
+            is_in_doubt = True
+            proxy.fault = lambda request: None
+            is_saved = error.resolve()
+        except asyncckpt.CheckpointError:
+            is_saved = False
+        proxy.fault = lambda request: None
+        steps = asyncckpt.list_steps(url)
+        assert steps == ([0, 1] if is_saved else [0])
+        for step in steps:
+            asyncckpt.verify(url, step)
+            assert is_equal(asyncckpt.load(url, step), step)
+        if is_in_doubt:
+            with pytest.raises(asyncckpt.IndeterminateError, match="in doubt"):
+                saver.save(2)
+        elif not is_saved:
+            saver.save(1)
+    if is_in_doubt and not is_saved:
+        asyncckpt.save(url, tensors, step=1)
+    assert is_equal(asyncckpt.load(url), 1)
+    assert is_in_doubt == (what == "manifest" and name in ("silent", "cut in the body"))
