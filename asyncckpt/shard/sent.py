@@ -18,6 +18,7 @@ from concurrent.futures import Executor, Future
 import numpy as np
 
 from asyncckpt.errors import DeadlineError, IOFailedError, SaveCancelledError
+from asyncckpt.guard import Guard
 from asyncckpt.native import U8, memory_at
 from asyncckpt.storage.object_store import part_bytes_of
 from asyncckpt.storage.store_folder import StoreFolder
@@ -85,24 +86,25 @@ class _Held:
     """Views of memory that somebody still has."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._changed = threading.Condition()
+        self._addresses: set[int] = set()
+        self._guard = Guard()
+        self._changed = threading.Condition(self._guard)
 
     def view(self, address: int, bytes: int) -> U8:
         view = np.frombuffer(memory_at(address, bytes), dtype=np.uint8)
-        with self._changed:
-            self._count += 1
-        weakref.finalize(view, self._let_go)
+        with self._guard:
+            self._addresses.add(address)
+        weakref.finalize(view, self._let_go, address)
         return view
 
-    def _let_go(self) -> None:
-        with self._changed:
-            self._count -= 1
+    def _let_go(self, address: int) -> None:
+        with self._guard.again():  # Of a collection, maybe in the middle of `view`.
+            self._addresses.discard(address)
             self._changed.notify_all()
 
     def wait(self, what: str) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._count == 0, LET_GO_S_MAX):
+        with self._guard:
+            if not self._changed.wait_for(lambda: not self._addresses, LET_GO_S_MAX):
                 raise DeadlineError(f"{what} has not let go of its memory within {LET_GO_S_MAX} s")
 
 

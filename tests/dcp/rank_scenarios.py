@@ -182,7 +182,7 @@ def fail(folder: Path) -> list[str]:
     attempt("a value that is not plain", UsageError, value=object() if rank == 1 else 0)
     attempt("a step that exists", ConflictError, step=0)
     succeed("a step that exists")
-    with failing_on(rank == 0, Transaction, "_rename"):
+    with failing_on(rank == 0, Transaction, "_give_name"):
         attempt("a rename that fails", IOFailedError)
     succeed("a rename that fails")
     problems += fail_in_doubt(folder)

@@ -27,8 +27,8 @@ from asyncckpt.tables.touched_rows import TouchedRows
 from tests.deltas.saves_world import SavesWorld
 
 IDS_COUNT = 12
-LANES = 4  # So that processes can share the runs.
-RUNS_PER_LANE = 50 if implementation == "native" else 13
+LANES = 8  # So that processes can share the runs.
+RUNS_PER_LANE = 25 if implementation == "native" else 7
 CONTROL_RUNS = 125
 STEPS_COUNT = 50
 MEMORY_FILE_SYSTEM = "/dev/shm"

@@ -27,6 +27,7 @@ def run(example: str, *arguments: object, ranks: int = 1) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = run("resume.py", tmp_path / "whole", "--steps", 60, "--every", 20)
     run("resume.py", tmp_path / "parts", "--steps", 30, "--every", 10)
@@ -35,6 +36,7 @@ def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     assert rest.splitlines()[-1] == whole.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_export_makes_a_smaller_checkpoint(tmp_path: Path) -> None:
     run("resume.py", tmp_path / "run", "--steps", 20, "--every", 20)
     printed = run("export.py", tmp_path / "run", tmp_path / "serving")

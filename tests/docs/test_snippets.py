@@ -40,7 +40,7 @@ PAGES = ["README.md"] + [
     if "```python" in path.read_text(encoding="utf-8")
     and (name := path.relative_to(REPOSITORY).as_posix()) not in ELSEWHERE
 ]
-OF_SEVERAL_PROCESSES = {"docs/large-models.md", "docs/several-ranks.md"}
+SLOW = {"docs/large-models.md", "docs/several-ranks.md", "docs/tables.md"}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
 MATCHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -121,7 +121,7 @@ def test_pages_that_are_run_elsewhere_are_named_there(page: str, test: str) -> N
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow) if page in OF_SEVERAL_PROCESSES else page for page in PAGES]
+    "page", [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES]
 )
 def test_snippets_do_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -25,8 +25,8 @@ from asyncckpt.native import implementation
 from asyncckpt.tables.undo_log import UndoLog
 from tests.end_to_end.multi_level_runs import RunSpec, run
 
-LANES = 6  # So that processes can share the runs.
-RUNS_PER_LANE = 100 if implementation == "native" else 40
+LANES = 12  # So that processes can share the runs.
+RUNS_PER_LANE = 50 if implementation == "native" else 20
 
 
 @pytest.fixture(autouse=True)

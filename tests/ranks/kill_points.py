@@ -35,8 +35,8 @@ _FUNCTIONS: dict[str, tuple[Any, str]] = {
     "folder": (Transaction, "begin"),
     "folder made": (Transaction, "begin"),
     "before commit": (RankSave, "publish"),
-    "manifest written": (Transaction, "_rename"),
-    "renamed": (Transaction, "_rename"),
+    "manifest written": (Transaction, "_give_name"),
+    "renamed": (Transaction, "_give_name"),
     "durable": (Transaction, "_make_durable"),
 }
 _AFTERWARDS = ("written", "folder made", "renamed", "durable")

@@ -103,7 +103,7 @@ def test_a_commit_that_fails_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.
         raise asyncckpt.ConflictError("planned")
 
     with monkeypatch.context() as failing, saver:
-        failing.setattr(transaction.Transaction, "_rename", refuse)
+        failing.setattr(transaction.Transaction, "_give_name", refuse)
         with pytest.raises(asyncckpt.ConflictError, match="planned"):
             saver.save(3)
     assert (marks(tmp_path / "ckpt"), noted.attempts, [*claims.held]) == ([], [], [])
