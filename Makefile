@@ -86,7 +86,7 @@ test-suite: $(READY) ## the suite on the compiled core, but for test-faults
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
 
 test-twin: $(READY) ## the suite on the portable twin, but for what shows nothing more there
-	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=0 ASYNCCKPT_TESTS_EVERY=$(EVERY) $(PYTEST) -m 'not slow and not any_core' $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
 
 test-cloud: $(READY) ## uploads to, and loads from, a real S3 server on loopback, disturbed by a proxy, killed
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) tests/cloud $(PARALLEL) $(ARGS)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Generator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,8 @@ import torch
 from tests.gpu import device
 
 TESTS = Path(__file__).parent
+# Each so many-th test is run, by its name.
+TESTS_EVERY = int(os.environ.get("ASYNCCKPT_TESTS_EVERY", "1"))
 # The twin runs what goes through the core: copies into arenas, writes and reads of files, id maps, marks and prints.
 # Which core runs makes no difference to what these show, or they run both themselves. Files and folders.
 ANY_CORE = (
@@ -151,7 +155,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs no second run on the twin, and what draws examples."""
+    """Mark what needs no second run on the twin, and what draws examples; leave out what this run does not take."""
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % TESTS_EVERY == 0]
     for item in items:
         # Hypothesis has not marked them yet.
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):

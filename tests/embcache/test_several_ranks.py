@@ -11,6 +11,7 @@ from asyncckpt.embcache import Saver
 from tests.embcache import job_ranks
 from tests.embcache.models import Image, Net, image, owners, union
 from tests.ranks.forked import run
+from tests.shares import share_of
 
 pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
 
@@ -64,12 +65,15 @@ def test_ranks_without_torch_distributed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "sends_count", "steps"),
-    [
-        pytest.param(1, 1, [0], id="rank 1 before it begins"),
-        pytest.param(1, 2, [0], id="rank 1 when its files are written"),
-        pytest.param(0, 1, [0], id="rank 0 before anybody writes"),
-        pytest.param(0, 2, [0, 1], id="rank 0 behind the commit"),
-    ],
+    share_of(
+        [
+            pytest.param(1, 1, [0], id="rank 1 before it begins"),
+            pytest.param(1, 2, [0], id="rank 1 when its files are written"),
+            pytest.param(0, 1, [0], id="rank 0 before anybody writes"),
+            pytest.param(0, 2, [0, 1], id="rank 0 behind the commit"),
+        ],
+        "dying ranks",
+    ),
 )
 def test_a_rank_dies(tmp_path: Path, victim: int, sends_count: int, steps: list[int]) -> None:
     """The old checkpoint or the new one, and never a mix of both."""

@@ -18,6 +18,7 @@ import torch
 
 import asyncckpt
 from tests.end_to_end.ending_runs import PLACES, Ending
+from tests.shares import share_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HALF_WAY = "asyncckpt.half_way"
@@ -104,7 +105,9 @@ SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: "-".join(str(value) for value in sample.values()))
+@pytest.mark.parametrize(
+    "sample", share_of(SAMPLES, "endings"), ids=lambda sample: "-".join(str(value) for value in sample.values())
+)
 def test_the_last_step_is_saved(tmp_path: Path, server: Server, sample: dict[str, object]) -> None:
     ending = Ending(folder=str(tmp_path), **sample)  # type: ignore[arg-type]
     check(ending, server.run(ending))

@@ -15,6 +15,7 @@ import asyncckpt
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.formats.conversion import Conversion
 from tests.program import invoke
+from tests.shares import share_of
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -182,7 +183,7 @@ sys.exit(run(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", share_of(FORMATS, "killed conversions"))
 def test_one_that_was_killed_is_begun_again(kind: str, run: Path, tmp_path: Path) -> None:
     """The same command does all of it, and nothing of before is in the way."""
     for command in (

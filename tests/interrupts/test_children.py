@@ -8,11 +8,12 @@ import pytest
 
 import asyncckpt
 from tests.ranks.processes import await_ranks, start_rank
+from tests.shares import share_of
 
 DEADLINE_S = 200.0
 
 
-@pytest.mark.parametrize("kind", ["alone", "files", "group"])
+@pytest.mark.parametrize("kind", share_of(["alone", "files", "group"], "children"))
 def test_a_child_leaves_everything_to_its_parent(tmp_path: Path, kind: str) -> None:
     """child_ends.py says what is in flight."""
     ranks_count = 1 if kind == "alone" else 2
