@@ -1,7 +1,8 @@
-"""`python -m bench uploads`: what it takes to upload a committed checkpoint, beside obstore's own PUT of as many bytes.
+"""`python -m bench uploads`: what it takes to bring a checkpoint to a store, beside obstore's own PUT of as many bytes.
 
     put     obstore puts one buffer, in parts of 16 MiB, 4 at once
     upload  a checkpoint is read from the disk by direct reads, compared with its digests, put, and published
+    save    `asyncckpt.save` to the store: the tensors are copied, digests taken, all of it put, and published
     get     obstore gets that buffer
     load    the checkpoint is loaded by ranges, and compared with its digests
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from bench.state import GIB
 from bench.targets import Target, print_targets
 from tests.cloud import seaweed
 
-WAYS = ("put", "upload", "get", "load")
+WAYS = ("put", "upload", "save", "get", "load")
 Call = Callable[[], Any]
 BUCKET = "bench"
 TENSORS_COUNT = 16
@@ -61,7 +63,11 @@ def run_uploads(
     rows = [[way, *(number(_median(answers, way, name, state_bytes)) for name in ("seconds", "cpu"))] for way in WAYS]
     print_table(console, title, ["way", "seconds per GiB", "own CPU seconds per GiB"], rows)
     print_targets(
-        console, [Target("speed of an upload / obstore's put", _ratio(answers, "put", "upload"), SPEED_SHARE_MIN, True)]
+        console,
+        [
+            Target(f"speed of {what} / obstore's put", _ratio(answers, "put", way), SPEED_SHARE_MIN, True)
+            for way, what in (("upload", "an upload"), ("save", "a save"))
+        ],
     )
     write_json(Path(f"{out}.json"), content)
     console.save_text(f"{out}.txt")
@@ -71,21 +77,25 @@ def run_uploads(
 def _rounds(folder: Path, state_bytes: int, rounds: int) -> list[dict[str, Any]]:
     drawn = np.random.default_rng(0).integers(0, 256, state_bytes, dtype=np.uint8)
     pieces = np.array_split(drawn, TENSORS_COUNT)
-    asyncckpt.save(folder / "ckpt", {f"t{i}": torch.from_numpy(piece) for i, piece in enumerate(pieces)})
+    state = {f"t{i}": torch.from_numpy(piece) for i, piece in enumerate(pieces)}
+    asyncckpt.save(folder / "ckpt", state)
     [name, *_] = {Path(file).parent.name for file in describe(folder / "ckpt").files}
     attempt = attempt_of_directory(name)
     assert attempt is not None
     answers = []
     for index in range(rounds):
-        calls = _calls(folder / "ckpt", f"s3://{BUCKET}/round{index}", drawn, attempt)
-        order = ("put", "upload", "get", "load") if index % 2 == 0 else ("upload", "put", "load", "get")
+        url = f"s3://{BUCKET}/round{index}"
+        calls = _calls(folder / "ckpt", url, drawn, attempt)
+        calls["save"] = partial(asyncckpt.save, f"{url}-direct", state)
+        order = WAYS if index % 2 == 0 else ("save", "upload", "put", "load", "get")
         for way in order:
             begun, cpu = time.perf_counter(), time.process_time()
             found = calls[way]()
             seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
             answers.append({"round": index, "way": way, "seconds": seconds, "cpu": cpu})
             if way == "load":
-                assert all(np.array_equal(found[f"t{i}"].numpy(), piece) for i, piece in enumerate(pieces))
+                for tensors in (found, asyncckpt.load(f"{url}-direct")):
+                    assert all(np.array_equal(tensors[f"t{i}"].numpy(), piece) for i, piece in enumerate(pieces))
     return answers
 
 

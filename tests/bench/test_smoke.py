@@ -152,7 +152,7 @@ def test_endurance_bench_gives_figures(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("obstore") is None or not WEED.exists(), reason="there is no store here")
 def test_uploads_bench_gives_figures(tmp_path: Path) -> None:
     rounds = run_bench("uploads", tmp_path / "uploads")["rounds"]
-    assert [one["way"] for one in rounds] == ["put", "upload", "get", "load"]
+    assert [one["way"] for one in rounds] == ["put", "upload", "save", "get", "load"]
     assert "targets" in (tmp_path / "uploads.txt").read_text()
 
 

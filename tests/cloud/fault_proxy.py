@@ -54,6 +54,7 @@ class Fault:
     when_done      is called when the server has done it
     cut_up         the connection ends when so many bytes of the request's body have come
     cut_down       the connection ends when so many bytes of the answer's body have gone
+    stale          a list is answered as the same one was so many times ago, or the first time
     """
 
     answer: tuple[int, str] | None = None
@@ -63,6 +64,7 @@ class Fault:
     when_done: Callable[[], None] = lambda: None
     cut_up: int | None = None
     cut_down: int | None = None
+    stale: int = 0
 
 
 @dataclass
@@ -71,6 +73,7 @@ class FaultProxy:
     port: int = 0
     fault: Callable[[Request], Fault | None] = lambda request: None
     requests: list[Request] = field(default_factory=list)
+    lists: dict[str, list[tuple[bytes, bytes]]] = field(default_factory=dict)
 
     @property
     def endpoint(self) -> str:
@@ -108,6 +111,10 @@ class FaultProxy:
             return
         answer, rest = await self._asked(_outgoing(head), body, request)
         fault.when_done()
+        if request.kind == "list":
+            answers = self.lists.setdefault(f"{request.path}?{request.query}", [])
+            answers.append((answer, rest))
+            answer, rest = answers[max(0, len(answers) - 1 - fault.stale)]
         if fault.silent_after:
             await reader.read()
         elif fault.answer_after is not None:
