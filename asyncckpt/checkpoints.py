@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -301,12 +301,12 @@ def _block_info(block: BlockFacts, head: ManifestHead) -> BlockInfo:
 def _table_infos(tables: tuple[TableFacts, ...]) -> dict[str, TableInfo]:
     infos: dict[str, TableInfo] = {}
     for table in tables:
-        known = infos.get(table.name, TableInfo(rows=0, whole=True, removed=0, filters=table.filters))
-        infos[table.name] = replace(
-            known,
-            rows=known.rows + table.rows_count,
-            whole=known.whole and table.whole,
-            removed=known.removed + table.removed_count,
+        known = infos.get(table.name)  # Another rank's part of it.
+        infos[table.name] = TableInfo(
+            rows=table.rows_count + (known.rows if known else 0),
+            whole=table.whole and (known is None or known.whole),
+            removed=table.removed_count + (known.removed if known else 0),
+            filters=known.filters if known else table.filters,
         )
     return infos
 

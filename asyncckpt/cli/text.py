@@ -17,16 +17,14 @@ TERMINAL_CHARACTERS_MAX = 400  # Of one value on a terminal; pipes and --json ge
 def print_columns(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> None:
     """Print rows of cells below their heads, "-" for an empty one; the columns in `right` are flush right."""
     cells = [list(heads), *([safe(cell) or "-" for cell in row] for row in rows)]
-    widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
-    flush_right = [head in set(right) for head in heads]
-    lines = []
-    for row in cells:
-        padded = []
-        for cell, width, is_right in zip(row, widths, flush_right, strict=True):
-            pad = " " * (width - _width(cell))
-            padded.append(pad + cell if is_right else cell + pad)
-        lines.append(_GAP.join(padded).rstrip())
-    print("\n".join(lines))
+    flush_right = set(right)
+    columns = []
+    for head, *column in zip(*cells, strict=True):
+        widths = [*map(_width, (head, *column))]
+        widest = max(widths)
+        pairs = [(cell, " " * (widest - width)) for cell, width in zip((head, *column), widths, strict=True)]
+        columns.append([pad + cell if head in flush_right else cell + pad for cell, pad in pairs])
+    print("\n".join(_GAP.join(row).rstrip() for row in zip(*columns, strict=True)))
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:

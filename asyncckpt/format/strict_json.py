@@ -117,9 +117,11 @@ class Fields:
         self.where = where
 
     def value(self, key: str) -> Json:
-        if key not in self.members:
-            raise CorruptError(f"{self.owner}: {self.where} has no {key!r}", found=sorted(self.members)[:20])
-        return self.members[key]
+        try:
+            return self.members[key]
+        except KeyError:
+            what = f"{self.owner}: {self.where} has no {key!r}"
+            raise CorruptError(what, found=sorted(self.members)[:20]) from None
 
     def wrong(self, key: str, expected: str) -> CorruptError:
         return CorruptError(

@@ -65,12 +65,12 @@ def check_path(path: str | os.PathLike[str]) -> Path:
         raise UsageError("path is bytes", found=text, expected="str or os.PathLike of str")
     if text == "" or "\0" in text:
         raise UsageError("path is empty or holds a NUL character", found=text)
-    if "://" in text:
-        # Shown up to where secrets could be.
+    scheme = text.partition("/")[0]
+    if "://" in text or (scheme.endswith(":") and len(scheme) > 2):  # Of a URL, a Path takes a slash away.
         raise UsageError(
             "path is a URL",
-            found=text.partition("://")[0] + "://",
-            expected="a folder of a local file system",
+            found=text.partition(":")[0] + "://",  # Up to where secrets could be.
+            expected="a folder of a local file system, or where a store can be, its URL as a str, not as a Path",
             hint="what can read from a store, and write to one, is in docs/object-stores.md",
         )
     if text.startswith("~"):
@@ -211,11 +211,12 @@ class Directory:
                 raise CorruptError(f"{shown} is not a regular file") from error
             raise io_failed(f"file {shown} cannot be opened", error) from error
         try:
-            with _door(f"file {shown} cannot be looked at"):
-                if not stat.S_ISREG(at.fstat(fd).st_mode):
-                    raise CorruptError(f"{shown} is not a regular file")
-        except BaseException:
+            if not stat.S_ISREG(at.fstat(fd).st_mode):
+                raise CorruptError(f"{shown} is not a regular file")
+        except BaseException as error:
             at.close(fd)
+            if isinstance(error, OSError):
+                raise io_failed(f"file {shown} cannot be looked at", error) from error
             raise
         return fd
 

@@ -202,9 +202,13 @@ def test_case_055_no_path(path: Any) -> None:
             make()
 
 
-def test_case_055_a_store_is_no_path_to_save_to() -> None:
-    with pytest.raises(UsageError, match=r"path is a URL.*docs/object-stores.md"):
-        asyncckpt.Saver(path="s3://bucket/x", tensors={"w": torch.ones(3)})
+def test_case_055_a_url_is_no_path_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Path takes one of its slashes away, and what is left would be a folder of this machine."""
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda path: asyncckpt.Saver(path=path, tensors={"w": torch.ones(3)}), asyncckpt.load):
+        with pytest.raises(UsageError, match=r"as a str, not as a Path.*docs/object-stores.md"):
+            call(Path("s3://bucket/x"))
+    assert [*tmp_path.iterdir()] == []
 
 
 class BytesPath:

@@ -28,8 +28,16 @@ PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
     "encode_manifest": {"commit/proof.py"},
+    # Of commit/root.py, a trial whether the store refuses the second one; of storage/store_folder.py, marks.
+    "put_new": {
+        "commit/publication.py",
+        "commit/root.py",
+        "engine/upload/upload_attempt.py",
+        "storage/store_folder.py",
+    },
     # The files of coordination, of the trial of a disk, and what is exported are no manifests.
     "publish": {
+        "commit/publication.py",
         "commit/transaction.py",
         "coordination/session_files.py",
         "coordination/driver.py",
