@@ -38,6 +38,9 @@ INTERRUPTS = tests/interrupts/test_interrupts.py tests/interrupts/test_other_cal
 PLACES = 1000000
 # Of lists that are gone through item by item, each n-th is taken (tests/shares.py).
 EVERY = 1
+# Others than without it.
+SHARE =
+export ASYNCCKPT_SHARE = $(SHARE)
 PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
 # Once, for each use of a variable that is not expanded at once would draw anew.
 SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))

@@ -1,22 +1,31 @@
 """Lists that tests go through item by item: each EVERY-th is taken, all of them by default.
 
-`.ci/run` takes each fourth, which ones differs from list to list, so that what it shows of one kind of save it shows of
-another place of the next; `make test-faults` and `make test-interrupts` take all.
+`.ci/run` takes a fourth: at least one of each group, else by chance, so that no pattern of the list is left out. What
+is drawn depends on the list's name, the core, and ASYNCCKPT_SHARE, a number that CI takes from the commit and prints.
+`make test-faults` and `make test-interrupts` take all.
 """
 
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 EVERY = int(os.environ.get("ASYNCCKPT_EVERY", "1"))
 T = TypeVar("T")
 
 
-def share_of(items: Iterable[T], name: str, *, every: int = 1) -> list[T]:
-    """Return each n-th item, where n is EVERY, or `every` if that is more; which is the first depends on the name."""
-    step = max(EVERY, every)
-    listed = list(items)
-    return listed[zlib.crc32(name.encode()) % min(step, max(1, len(listed))) :: step]
+def share_of(
+    items: Iterable[T], name: str, *, every: int = 1, by: Callable[[T], Hashable] = lambda item: None
+) -> list[T]:
+    """Return one of n items of each group, rounded up, in their order, where n is EVERY, or `every` if that is more."""
+    listed, step = list(items), max(EVERY, every)
+    if step == 1:
+        return listed
+    drawn = random.Random(f"{name} {os.environ.get('ASYNCCKPT_NATIVE')} {os.environ.get('ASYNCCKPT_SHARE')}")
+    groups: dict[Hashable, list[int]] = {}
+    for number, item in enumerate(listed):
+        groups.setdefault(by(item), []).append(number)
+    taken = [number for group in groups.values() for number in drawn.sample(group, -(-len(group) // step))]
+    return [listed[number] for number in sorted(taken)]

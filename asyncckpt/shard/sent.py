@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 
 import numpy as np
 
@@ -150,7 +150,7 @@ class SentShard:
                 break
             except queue.Full:
                 continue
-        self._sending.exception()
+        wait([self._sending], LET_GO_S_MAX)
 
     def _put(self, part: U8 | None) -> None:
         if self._sending is None:

@@ -16,10 +16,12 @@ import errno
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError, UnsupportedError, UsageError
 from asyncckpt.model.store_url import StoreUrl
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 EXTRA = "asyncckpt[cloud]"
 CONNECT_S_MAX = 5.0
 LIST_COUNT = 1000
+FIRST_PAUSE_S = 0.1
 PARTS_MAX = 10_000  # Of one upload, in S3.
 PART_BYTES_MIN = 16 << 20
 MIB = 1 << 20
@@ -54,7 +57,7 @@ _REFUSALS = {
 }
 _OF_STATUS = {
     401: (errno.EACCES, "credentials are missing or not valid"),
-    403: (errno.EACCES, "these credentials lack a permission, see docs/object-stores.md"),
+    403: (errno.EACCES, "there are no credentials, or they lack a permission, see docs/object-stores.md"),
     404: (errno.ENOENT, "is there such a bucket?"),
 }
 
@@ -83,6 +86,7 @@ class ObjectStore:
     def __init__(self, url: StoreUrl, limits: StoreLimits = StoreLimits()) -> None:
         self.url = url
         self._api = _import_obstore(url)
+        _check_endpoint()
         retry: Any = {"max_retries": limits.retries_max, "retry_timeout": timedelta(seconds=limits.retry_s)}
         client: Any = {
             "timeout": timedelta(seconds=limits.request_s),
@@ -91,11 +95,15 @@ class ObjectStore:
             "allow_http": os.environ.get(f"{_VARIABLES[url.scheme]}_ALLOW_HTTP", "").lower() in ("1", "true"),
         }
         bucket = f"{url.scheme}://{url.bucket}"
-        self._store: Any = self._ask(
-            "store cannot be opened",
-            "",
-            lambda: self._api.store.from_url(bucket, client_options=client, retry_config=retry),
-        )
+        self._limits = limits
+
+        def opened(retry: Any) -> Any:
+            from_url = self._api.store.from_url
+            return self._ask(
+                "store cannot be opened", "", lambda: from_url(bucket, client_options=client, retry_config=retry)
+            )
+
+        self._store, self._trying_once = opened(retry), opened({**retry, "max_retries": 0})
 
     def __repr__(self) -> str:
         return f"ObjectStore({str(self.url)!r})"
@@ -153,16 +161,30 @@ class ObjectStore:
         return found[:count_max]
 
     def put_new(self, key: str, raw: bytes) -> bool:
-        """Make an object unless its key is taken; False then. Also where an earlier try of this call has made it."""
+        """Make an object unless its key is taken; False then. Also where an earlier try of this call has made it.
+
+        IOFailedError: with errno ETIMEDOUT it may be made, or come to be; with another one it is not, and will not be.
+        """
 
         def ask() -> bool:
             try:
-                self._api.put(self._store, self._path(key), raw, mode="create")
+                self._api.put(self._trying_once, self._path(key), raw, mode="create")
             except self._api.exceptions.AlreadyExistsError:
                 return False
             return True
 
-        return self._ask("object cannot be made", key, ask)
+        until, pause_s, may_come = time.monotonic() + self._limits.retry_s, FIRST_PAUSE_S, False
+        while True:
+            try:
+                return self._ask("object cannot be made", key, ask)
+            except IOFailedError as error:
+                if error.errno != errno.ETIMEDOUT and not may_come:
+                    raise
+                if error.errno != errno.ETIMEDOUT or time.monotonic() + pause_s > until:
+                    raise IOFailedError(error.what, errno=errno.ETIMEDOUT, hint=error.hint) from None
+                may_come = True
+            time.sleep(pause_s)
+            pause_s *= 2
 
     def put(self, key: str, parts: Iterable[Any], *, part_bytes: int, parallel: int) -> None:
         """Make or replace an object of these parts, of part_bytes each but for the last. Nobody sees a half of it.
@@ -207,7 +229,9 @@ class ObjectStore:
             return ask()
         except CheckpointError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Of obstore's own.
+                raise
             failed = refused(f"{what}: {str(url)!r}", error)
         raise failed  # Outside of the handler, so that the answer is not kept beside it.
 
@@ -237,7 +261,7 @@ def part_bytes_of(bytes: int) -> int:
     return max(PART_BYTES_MIN, -(-bytes // (PARTS_MAX * MIB)) * MIB)
 
 
-def refused(what: str, error: Exception) -> CheckpointError:
+def refused(what: str, error: BaseException) -> CheckpointError:
     """Return an error of obstore as one of this library."""
     text = str(error).partition("Debug source")[0]
     if isinstance(error, FileNotFoundError) and "<Code>NoSuchBucket" not in text:
@@ -263,6 +287,21 @@ def refused(what: str, error: Exception) -> CheckpointError:
     slow = "it did not answer in time" if _SECONDS.search(str(error)) else "the connection failed"
     hint = "is the endpoint right, and the network up?"
     return IOFailedError(f"{what}: {slow}", errno=errno.ETIMEDOUT, hint=hint)
+
+
+def _check_endpoint() -> None:
+    """Refuse an endpoint of which obstore would make a panic."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
+        given = os.environ.get(name)
+        if given is None:
+            continue
+        try:
+            url = urlsplit(given)
+            is_right = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise UsageError(f"{name} is no endpoint", expected="https://host or http://host:port")
 
 
 def _import_obstore(url: StoreUrl) -> ModuleType:

@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import pytest
 
-from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError
+from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError, UsageError
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 from tests.cloud import seaweed
@@ -173,3 +173,32 @@ def test_no_error_shows_a_key(owner: seaweed.Server, url: str, wrong: str, monke
     while shown is not None:
         assert not any(key in f"{shown!r} {shown}" for key in ("secret-that", seaweed.OWNER.key, seaweed.OWNER.secret))
         shown = shown.__cause__ or shown.__context__
+
+
+@pytest.mark.parametrize("endpoint", ["", "127.0.0.1:9000", "http://127.0.0.1:99999999", "ftp://host"])
+def test_an_endpoint_that_is_none_is_refused(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(UsageError, match="AWS_ENDPOINT_URL is no endpoint"):
+        open_store("s3://bucket/run")
+
+
+def test_a_key_that_an_unanswered_request_may_make_is_in_doubt(proxy: FaultProxy, url: str) -> None:
+    """The first request is under way somewhere; that the second one is refused says nothing of it."""
+    left = [Fault(answer=(403, "AccessDenied")), Fault(silent=True)]
+    proxy.fault = lambda request: left.pop() if request.kind == "put" and left else None
+    store = ObjectStore(StoreUrl.of(url), StoreLimits(request_s=1.0, retry_s=5.0))
+    with pytest.raises(IOFailedError, match="AccessDenied") as raised:
+        store.put_new("key", b"x")
+    assert raised.value.errno == errno.ETIMEDOUT
+    left += [Fault(answer=(403, "AccessDenied"))]
+    with pytest.raises(IOFailedError, match="AccessDenied") as raised:
+        store.put_new("key", b"x")
+    assert raised.value.errno == errno.EACCES
+
+
+def test_a_key_that_an_unanswered_request_has_made_is_found(proxy: FaultProxy, url: str) -> None:
+    left = [Fault(silent_after=True)]
+    proxy.fault = lambda request: left.pop() if request.kind == "put" and left else None
+    store = ObjectStore(StoreUrl.of(url), StoreLimits(request_s=1.0, retry_s=5.0))
+    assert not store.put_new("key", b"x")
+    assert store.read_whole("key", bytes_max=10) == b"x"

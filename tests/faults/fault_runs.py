@@ -33,6 +33,7 @@ from scenarios import AFTER_STEP, CHECKPOINT, NEW_STEP, Scenario
 from shim import ALL_KINDS, CHANGING_KINDS, NOTHING, Action, Fault, Kind, Shim
 
 from asyncckpt import CheckpointError, CorruptError, IndeterminateError, IOFailedError, Saver
+from tests.shares import share_of
 
 THREAD_END_SECONDS_MAX = 20.0
 SAVED, LOADED = "saved all the same", "loaded all the same"
@@ -54,13 +55,14 @@ class BatchReport:
     wrong: list[str] = field(default_factory=list)
 
 
-def disturb_saves(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault, at: slice) -> None:
-    """Put the fault (its `at` does not count) at these operations of a save, one run each. Sends a BatchReport."""
+def disturb_saves(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault, every: int) -> None:
+    """Put the fault (its `at` does not count) at a share of the operations of a save. Sends a BatchReport."""
     report = BatchReport()
     operations = _operations_of_a_save(scenario, folder, template)
     written = {operation.path for operation in operations if operation.kind is Kind.CREATE}
     threads_count = _threads_count()
-    for operation in [one for one in operations if one.kind in KINDS_OF_ACTION[fault.action]][at]:
+    meant = [one for one in operations if one.kind in KINDS_OF_ACTION[fault.action]]
+    for operation in share_of(meant, f"{scenario.name} {fault.name}", every=every, by=lambda one: one.kind):
         run = folder / str(operation.number)
         copy_template(template, run)
         try:

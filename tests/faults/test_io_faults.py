@@ -16,7 +16,6 @@ from shim import STICKY_KINDS, Action, Fault
 from templates import Templates
 
 from asyncckpt.native import implementation
-from tests.shares import EVERY
 
 ALL = STICKY_KINDS[errno.EIO]
 EVERY_FAULT = [
@@ -89,16 +88,11 @@ def disturb(
     *,
     every: int = 1,
 ) -> None:
-    """every: of the operations, each n-th one; which is the first depends on scenario and fault, so that all come."""
-    template, first, every = templates.of(scenario), list(SCENARIOS).index(scenario.name), every * EVERY
-    works = [
-        (
-            fault.name,
-            partial(batch, scenario, next(folders), template, fault, slice((first + number) % every, None, every)),
-        )
-        for number, fault in enumerate(faults)
-    ]
-    show(lanes.run_all(works))
+    """every: of the operations of each kind, one of so many (tests/shares.py)."""
+    template = templates.of(scenario)
+    show(
+        lanes.run_all((fault.name, partial(batch, scenario, next(folders), template, fault, every)) for fault in faults)
+    )
 
 
 def test_every_operation_of_a_load_may_fail_in_every_way(
@@ -109,8 +103,8 @@ def test_every_operation_of_a_load_may_fail_in_every_way(
     show(lanes.run_all((fault.name, partial(load_batch, next(run_folders), template, fault)) for fault in faults))
 
 
-def batch(scenario: Scenario, folder: Path, template: Path, fault: Fault, at: slice, lane: Lane) -> BatchReport:
-    [report] = lane.messages(disturb_saves, scenario, folder, template, fault, at)
+def batch(scenario: Scenario, folder: Path, template: Path, fault: Fault, every: int, lane: Lane) -> BatchReport:
+    [report] = lane.messages(disturb_saves, scenario, folder, template, fault, every)
     return checked(report)
 
 

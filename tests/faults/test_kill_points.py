@@ -95,13 +95,14 @@ def kill_at_every_operation(
     # What is there before one of the others is what the one before it left.
     before = [(operation, Action.KILL_BEFORE) for operation in operations[:1]]
     after = [(operation, Action.KILL_AFTER) for operation in operations if operation.kind in KILLED_AFTER]
-    kills = iter(share_of([*before, *after], scenario.name, every=every))
+    taken = share_of([*before, *after], scenario.name, every=every, by=lambda kill: kill[0].kind)
+    kills = iter(taken)
     works = []
     while some := list(islice(kills, CRASHES_PER_CHECK)):
         runs = [(operation, action, next(folders)) for operation, action in some]
         works.append((f"kills from {some[0][0]} on", partial(kill_and_check, scenario, template, runs)))
     acknowledged_count = sum(lanes.run_all(works))
-    print(f"{scenario.name}: killed behind {len(after)} operations; {acknowledged_count} saves had been acknowledged")
+    print(f"{scenario.name}: killed at {len(taken)} operations; {acknowledged_count} saves had been acknowledged")
 
 
 def kill_and_check(scenario: Scenario, template: Path, runs: list[tuple[Operation, Action, Path]], lane: Lane) -> int:

@@ -58,7 +58,7 @@ def disks_after(
     acknowledged = max(scenario.before, default=None)
     seen = set()
     numbers = [n for n, operation in enumerate(log) if n >= begin and operation.kind in kinds]
-    cut_at = {*(share_of(numbers, scenario.name) if takes_share else numbers)}
+    cut_at = {*(share_of(numbers, scenario.name, by=lambda n: log[n].kind) if takes_share else numbers)}
     for index, operation in enumerate(log):
         disk.do(operation)
         if operation.kind is Kind.MARK:
@@ -143,9 +143,10 @@ def test_power_cut_after_a_kill_and_another_save_leaves_every_acknowledged_check
     log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
     disturbed = log[scenario.begin_of_disturbed(log) :]
     kills = [o for o in disturbed if o.kind in CHANGING_KINDS and o.kind is not Kind.SYNC and not is_in_attempt(o)]
+    kills = share_of(kills, name, by=lambda kill: kill.kind)
     works = [
         (str(kill), partial(killed_and_saved_again, scenario, kill, template, next(run_folders), states_max))
-        for kill in share_of(kills, name)
+        for kill in kills
     ]
     disks = (disk for disks in lanes.run_all(works) for disk in disks)
     count, wrong = check_all(disks, lanes, run_folders)
@@ -177,10 +178,10 @@ def test_power_cut_after_a_failed_sync_leaves_every_acknowledged_checkpoint(
     template = templates.of(scenario)
     log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
     disturbed = log[scenario.begin_of_disturbed(log) :]
-    syncs = [operation for operation in disturbed if operation.kind is Kind.SYNC]
+    syncs = share_of((operation for operation in disturbed if operation.kind is Kind.SYNC), name)
     works = [
         (str(sync), partial(failed_and_saved_again, scenario, sync, template, next(run_folders), states_max))
-        for sync in share_of(syncs, name)
+        for sync in syncs
     ]
     disks = (disk for disks in lanes.run_all(works) for disk in disks)
     count, wrong = check_all(disks, lanes, run_folders)

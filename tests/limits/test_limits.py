@@ -220,7 +220,7 @@ def pairs() -> Iterator[Any]:
                 yield pytest.param(case, writer, id=f"{case.name}-{writer.name}")
 
 
-@pytest.mark.parametrize(("case", "writer"), share_of(pairs(), "pairs"))
+@pytest.mark.parametrize(("case", "writer"), share_of(pairs(), "pairs", by=lambda pair: pair.values[0].name))
 def test_acknowledged_means_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case, writer: Writer
 ) -> None:

@@ -77,7 +77,7 @@ def places_of(operation: Operation, world: World, *, every: int = 0) -> list[Pla
 def run_row(first: Operation, seconds: list[Operation], world: World, *, sides: int) -> None:
     """Run an operation with each of the others, at one place after the other."""
     places = places_of(first, world)
-    for number, second in share_of(enumerate(seconds, OPERATIONS.index(first)), str(first)):
+    for number, second in enumerate(share_of(seconds, str(first)), OPERATIONS.index(first)):
         place = places[number % len(places)]
         was_held = run_pair(world, first, second, place, sides=sides)
         assert was_held or isinstance(place, int), f"{first} did not come to {place}"
