@@ -5,6 +5,7 @@ It leaves nothing behind: of a directory that does not exist, the folder in whic
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +26,10 @@ from asyncckpt.cli import as_json
 from asyncckpt.cli.answers import Commands, add_json, asked, natural, said
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.cli.text import count_of, print_facts, size
-from asyncckpt.errors import CheckpointError, UsageError
+from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
 from asyncckpt.format.names import LOCK_NAME
-from asyncckpt.storage.directory import check_path
+from asyncckpt.model.store_url import Place, StoreUrl
+from asyncckpt.storage.folder import check_place
 from asyncckpt.version import __version__
 
 _GIB = 1 << 30
@@ -48,19 +51,22 @@ def add_commands(commands: Commands) -> None:
         "doctor",
         doctor,
         "try out what saves to a directory need, and say what to expect",
-        "The disk, memory, the compiled core, CUDA. The directory need not exist. Writes up to --mib and leaves "
-        "nothing behind. Ends with 5 if saves would fail there.",
+        "The disk or the store, memory, the compiled core, CUDA. The directory need not exist. Writes up to --mib and "
+        "leaves nothing behind. Ends with 5 if saves would fail there.",
     )
     made.add_argument("--mib", type=natural, default=256, help="write so many MiB to see how fast the disk is (256)")
     add_json(made)
 
 
 def doctor(wanted: Namespace) -> ExitCode:
-    path = asked(lambda: _folder(wanted.path), json=wanted.json)
+    path = asked(lambda: _place(wanted.path), json=wanted.json)
     found = Diagnosis()
     with said("trying out"), _ended_by_sigterm():
-        _look_at_directory(path, found)
-        _try_disk(path, wanted.mib << 20, found)
+        if isinstance(path, StoreUrl):
+            _try_store(path, wanted.mib << 20, found)
+        else:
+            _look_at_directory(path, found)
+            _try_disk(path, wanted.mib << 20, found)
         _look_at_core(found)
         _look_at_memory(found)
         _look_at_devices(found)
@@ -75,8 +81,10 @@ def doctor(wanted: Namespace) -> ExitCode:
     return ExitCode.FAILED if found.problems else ExitCode.OK
 
 
-def _folder(path: Path) -> Path:
-    checked = check_path(path)
+def _place(path: str | os.PathLike[str]) -> Place:
+    checked = check_place(path)
+    if isinstance(checked, StoreUrl):
+        return checked
     if os.path.lexists(checked) and not checked.is_dir():
         raise UsageError("path is not a folder", found=str(checked))
     return checked
@@ -147,6 +155,39 @@ def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:
         found.advice.append(
             "Locks do not hold here: two trainers that save to this directory do not notice each other."
         )
+
+
+def _try_store(url: StoreUrl, bytes: int, found: Diagnosis) -> None:
+    """Do what saves and retention do there, with one object that is removed again."""
+    from asyncckpt.storage.object_store import PART_BYTES_MIN, ObjectStore
+
+    key, took = f".doctor-{uuid.uuid4().hex}", {}
+    try:
+        store = ObjectStore(url)
+        with contextlib.suppress(NotFoundError):
+            found.answer["checkpoints_count"] = len(list_steps(str(url)))
+        if store.put_new(key, b"") and store.put_new(key, b""):
+            found.problems.append(
+                "the store replaces objects in spite of If-None-Match: two writers are not kept apart"
+            )
+        parts = [os.urandom(min(PART_BYTES_MIN, bytes - begin)) for begin in range(0, bytes, PART_BYTES_MIN)]
+        for name, call in (
+            ("put", lambda: store.put(key, parts, part_bytes=PART_BYTES_MIN, parallel=4)),
+            ("get", lambda: store.read_whole(key, bytes_max=bytes)),
+            ("remove", lambda: store.remove(key)),
+        ):
+            begun = time.perf_counter()
+            call()
+            took[name] = time.perf_counter() - begun
+    except CheckpointError as error:
+        found.facts.append(("store", str(error)))
+        found.problems.append(f"saves fail, or old checkpoints stay: {error}")
+        return
+    found.answer["store"] = {"seconds": took, "bytes": bytes}
+    speeds = ", ".join(f"{name} {size(int(bytes / took[name]))}/s" for name in ("put", "get"))
+    found.facts.append(
+        ("store", f"{url} holds {count_of(found.answer.get('checkpoints_count', 0), 'checkpoint')}; {speeds}")
+    )
 
 
 def _look_at_core(found: Diagnosis) -> None:

@@ -12,6 +12,7 @@ from asyncckpt.cli.answers import Commands, asked, natural
 from asyncckpt.cli.findings import ExitCode, Finding, worst_code
 from asyncckpt.cli.text import safe, size
 from asyncckpt.errors import CheckpointError, IOFailedError
+from asyncckpt.storage.folder import check_place
 
 PORT_MAX = 65535
 REPORT_NAME = "report.html"
@@ -31,7 +32,7 @@ def report(wanted: Namespace) -> ExitCode:
     from asyncckpt.observe.page import page_of
 
     found = asked(lambda: summaries(wanted.path), json=False)
-    facts = report_of(wanted.path, found)
+    facts = report_of(check_place(wanted.path), found)
     page = page_of(facts, title=facts["name"]).encode("utf-8", "backslashreplace")
     asked(lambda: _write(wanted.output, page), json=False)
     print(f"wrote {safe(str(wanted.output))}: {len(found):,} checkpoints, {size(len(page))}")

@@ -6,12 +6,12 @@ import calendar
 import time
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from asyncckpt.checkpoints import CheckpointSummary
 from asyncckpt.errors import CheckpointError
 from asyncckpt.format.manifest import CREATED_FORMAT
+from asyncckpt.model.store_url import Place
 
 TABLES_MAX = 40  # Those with the most rows have names on the page; of all others only the sum of rows is there.
 FIELDS = (
@@ -34,7 +34,7 @@ FIELDS = (
 )
 
 
-def report_of(path: Path, found: Mapping[int, CheckpointSummary | CheckpointError]) -> dict[str, Any]:
+def report_of(path: Place, found: Mapping[int, CheckpointSummary | CheckpointError]) -> dict[str, Any]:
     """Return what the page shows. Times of saves are in microseconds, others UNIX time in seconds."""
     sound = [answer for answer in found.values() if isinstance(answer, CheckpointSummary)]
     most: Counter[str] = Counter()
@@ -44,8 +44,8 @@ def report_of(path: Path, found: Mapping[int, CheckpointSummary | CheckpointErro
     names = sorted(name for name, _ in most.most_common(TABLES_MAX))
     numbers = {name: number for number, name in enumerate(names)}
     return {
-        "path": str(path.absolute()),
-        "name": path.absolute().name or str(path.absolute()),
+        "path": str(path),
+        "name": path.name or str(path),
         "made": time.time(),
         "tables": names,
         "more_tables": len(most) - len(names),

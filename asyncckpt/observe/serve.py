@@ -11,13 +11,13 @@ are; the directory is looked at when a page asks, and at most once in LOOK_S for
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,6 +25,7 @@ from asyncckpt.checkpoints import CheckpointSummary, KnownSummaries
 from asyncckpt.errors import CheckpointError, IOFailedError, NotFoundError
 from asyncckpt.observe.facts import report_of
 from asyncckpt.observe.page import page_of
+from asyncckpt.storage.folder import check_place
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 0.5
@@ -34,8 +35,8 @@ REQUEST_S_MAX = 30.0
 class Watched:
     """A directory that is looked at again and again, also one that is not there yet."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._clock = path, clock
+    def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = check_place(path), clock
         self._known = KnownSummaries(path)
         self._lock = threading.Lock()
         self._looked: float | None = None
@@ -70,9 +71,9 @@ class Watched:
             self._facts = json.dumps({**report, "seen": str(self._seen)}).encode("ascii")
 
 
-def server_of(path: Path, *, port: int) -> ThreadingHTTPServer:
+def server_of(path: str | os.PathLike[str], *, port: int) -> ThreadingHTTPServer:
     """Return a server that is bound and serves with `serve_forever`; port 0: a free one. IOFailedError."""
-    watched, page = Watched(path), page_of(None, title=path.absolute().name)
+    watched, page = Watched(path), page_of(None, title=check_place(path).name)
     try:
         server = ThreadingHTTPServer(
             (LOOPBACK, port), partial(_Answers, watched, page.encode(errors="backslashreplace"))

@@ -25,12 +25,14 @@ WAIT_S = 120.0
 KILLS = [(victim, number) for victim in (0, 1) for number in (3, 6, 10, 14, 18, 23, 29)]
 
 
-def start_ranks(folder: Path, url: str, *, endpoints: dict[int, str] | None = None) -> list[subprocess.Popen[bytes]]:
+def start_ranks(
+    folder: Path, url: str, *more_words: str, endpoints: dict[int, str] | None = None
+) -> list[subprocess.Popen[bytes]]:
     folder.mkdir()
     started = []
     for rank in range(RANKS_COUNT):
         more = {"AWS_ENDPOINT_URL": endpoints[rank]} if endpoints and rank in endpoints else {}
-        arguments = (rank, RANKS_COUNT, folder, url)
+        arguments = (rank, RANKS_COUNT, folder, url, *more_words)
         started.append(start_rank("tests.cloud.rank_in_a_store", arguments, folder, **more))
     return started
 
@@ -74,6 +76,13 @@ def test_what_ranks_save_loads_with_any_number_of_them(owner: seaweed.Server, ur
         check_step(url, step, shards=shards)
 
 
+def test_ranks_find_the_next_step_behind_one_of_others(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    """The last commit of a job that ends late comes behind the constructors of the next one."""
+    ended = await_ranks(start_ranks(tmp_path / "run", url, "another saves"), WAIT_S)
+    assert [rank.status for rank in ended] == [0] * RANKS_COUNT, outputs(ended)
+    assert asyncckpt.list_steps(url) == [*range(STEPS_COUNT + 2)]
+
+
 @pytest.mark.parametrize(("victim", "number"), share_of(KILLS, "ranks that are killed"))
 def test_a_killed_rank_leaves_whole_checkpoints(
     proxy: FaultProxy, url: str, tmp_path: Path, victim: int, number: int
@@ -110,6 +119,23 @@ def test_a_killed_rank_leaves_whole_checkpoints(
     ended = await_ranks(start_ranks(tmp_path / "again", url), WAIT_S)
     assert [rank.status for rank in ended] == [0] * RANKS_COUNT, outputs(ended)
     check_step(url, max(steps, default=-1) + STEPS_COUNT)
+
+
+def test_a_rank_that_cannot_join_is_named_by_the_others(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    proxy.fault = lambda request: Fault(answer=(403, "SignatureDoesNotMatch"))
+    endpoints = {0: proxy.target, 1: proxy.endpoint, 2: proxy.target}
+    ended = await_ranks(start_ranks(tmp_path / "refused", url, endpoints=endpoints), WAIT_S)
+    assert [rank.status for rank in ended] == [1] * RANKS_COUNT, outputs(ended)
+    assert all("SignatureDoesNotMatch" in rank.output for rank in ended), outputs(ended)
+
+
+def test_ranks_with_different_prefixes_are_refused(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    words = [(rank, 2, folder, f"{url}/{rank}") for rank in range(2)]
+    ended = await_ranks([start_rank("tests.cloud.rank_in_a_store", one, folder) for one in words], WAIT_S)
+    assert [rank.status for rank in ended] == [1, 1], outputs(ended)
+    assert all("ranks save to different places" in rank.output for rank in ended), outputs(ended)
 
 
 def test_a_bucket_that_is_not_there_ends_all_constructors(owner: seaweed.Server, tmp_path: Path) -> None:

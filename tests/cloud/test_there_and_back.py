@@ -128,7 +128,15 @@ def test_a_load_reads_little_more_than_it_needs(proxy: FaultProxy, url: str, tmp
 
 def test_the_command_shows_what_is_in_a_store(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
     saved(tmp_path / "ckpt", url)
-    for command in (["ls", url], ["show", url], ["tree", url], ["verify", url], ["diff", url, "0", "0"]):
+    for command in (
+        ["ls", url],
+        ["show", url],
+        ["tree", url],
+        ["verify", url],
+        ["diff", url, "0", "0"],
+        ["report", url, "-o", str(tmp_path / "page.html")],
+        ["doctor", url, "--mib", "6"],
+    ):
         ran = subprocess.run([sys.executable, "-m", "asyncckpt", *command], capture_output=True, text=True, check=False)
         assert (ran.returncode, ran.stderr) == (0, ""), command
     assert url in ran.stdout or "same" in ran.stdout.lower()

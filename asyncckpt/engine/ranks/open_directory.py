@@ -155,12 +155,16 @@ def open_directory(path: Place, *, index: int, count: int, options: RankOptions,
     if isinstance(process_group, Ranks):
         return _join_over_store(path, process_group, process_group.call, peer_deadline_s, exact_modes)
     channel = open_store_channel(process_group, deadline_s=peer_deadline_s)
+    ranks = _ranks_over(channel, peer_deadline_s)
     try:
-        ranks = _ranks_over(channel, peer_deadline_s)
         opened = _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)
     except BaseException as error:
         if channel.rank == 0:
             _leave_cause(channel, error)
+        elif not isinstance(error, PeerError):  # The first save of the others would wait for this rank.
+            with suppress(CheckpointError):
+                announce_failed(ranks, ranks.next_call(), error)
+                ranks.wait_announced()
         channel.close()
         raise
     return replace(opened, owned=channel)
@@ -215,6 +219,7 @@ def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, ex
             announce_open(ranks, error, call=call)
             raise
         try:
+            ranks.channel.put(call, "place", str(path).encode("utf-8", "replace"))
             announce_open(ranks, call=call)
         except BaseException:
             opened.close()
@@ -228,6 +233,9 @@ def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, ex
         raise PeerError("rank 0 cannot open the checkpoint directory", rank=0, cause=cause)
     try:
         if isinstance(path, StoreUrl):
+            place = ranks.channel.get(call, "place", deadline_s).decode("utf-8")
+            if place != str(path):
+                raise UsageError("ranks save to different places", found=str(path), expected=place)
             return Opened(StoreRoot.for_joining(ObjectStore(path, STORE_LIMITS)), ranks=ranks)
         return Opened(CheckpointRoot.for_joining(path, exact_modes=exact_modes), ranks=ranks)
     except NotFoundError as error:

@@ -76,6 +76,9 @@ async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome
             raise refused
     except BaseException as error:
         ranks.replicas.forget()
+        if isinstance(error, (ConflictError, PeerError)):
+            with suppress(CheckpointError):  # Rank 0 has looked, and all ranks need the same next step.
+                await run_on(committer, job.target.root.look_anew)
         if isinstance(error, IndeterminateError) or await save.is_base_lost(error):
             job.target.memory.newest = None  # The next save is a full one, on all ranks.
         raise
