@@ -40,7 +40,7 @@ class StoreUrl:
                 hint="credentials and options come from the environment, see docs/object-stores.md",
             )
         if not _BUCKET.fullmatch(bucket):
-            raise UsageError(f"{scheme}:// URL names no bucket", expected=form)
+            raise UsageError(f"{scheme}:// URL names no bucket of 2 to 255 letters", expected=form)
         parts = prefix.removesuffix("/").split("/") if prefix else []
         if not parts:
             raise UsageError(f"{scheme}:// URL names a whole bucket", expected=form, hint="name a prefix of its own")

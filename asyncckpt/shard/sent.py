@@ -7,7 +7,9 @@ use that memory before.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import queue
 import threading
 import time
@@ -23,6 +25,7 @@ from asyncckpt.native import U8, memory_at
 from asyncckpt.storage.object_store import part_bytes_of
 from asyncckpt.storage.store_folder import StoreFolder
 
+_log = logging.getLogger("asyncckpt")
 PARTS_AT_ONCE = 4  # Of one file.
 TRY_S_MAX = 600.0
 FIRST_PAUSE_S = 0.2
@@ -55,8 +58,11 @@ def send_file(
         try:
             return _put(folder, name, pieces, take)
         except IOFailedError as error:
-            if error.errno != errno.ETIMEDOUT or time.monotonic() + pause_s > until:
+            left_s = until - time.monotonic()
+            if error.errno != errno.ETIMEDOUT or pause_s > left_s:
                 raise
+            with contextlib.suppress(Exception):
+                _log.warning("%s: it is tried again for %.0f s", error.what, left_s)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, PAUSE_S_MAX)
 

@@ -260,13 +260,16 @@ def test_an_arena_is_given_back_when_nothing_reads_it(
     assert left == [0, 0]
 
 
-def test_a_store_that_fails_for_a_while_is_tried_again(proxy: FaultProxy, url: str) -> None:
+def test_a_store_that_fails_for_a_while_is_tried_again(
+    proxy: FaultProxy, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Longer than the client tries by itself; from the arena, which holds all of it still."""
     left = [Fault(answer=(503, "SlowDown"))] * 15
     with asyncckpt.Saver(path=url, tensors=state(3), parallel=1) as saver:
         proxy.fault = lambda request: left.pop() if request.kind == "part" and left else None
         assert saver.save_async(0).result().step == 0
     assert left == []
+    assert "SlowDown: it is tried again for" in caplog.text
     assert is_equal(asyncckpt.load(url), 3)
 
 

@@ -14,7 +14,7 @@ import torch
 import asyncckpt
 from asyncckpt.checkpoints import prune
 from asyncckpt.engine.upload import upload_attempt, uploads
-from asyncckpt.format.names import attempt_of_upload_mark
+from asyncckpt.format.names import Attempt, attempt_of_upload_mark
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.plan import image
 from asyncckpt.storage import object_store
@@ -343,6 +343,29 @@ def test_a_silent_store_is_given_up_at_the_deadline(proxy: FaultProxy, url: str,
     with pytest.raises(asyncckpt.IOFailedError, match="did not answer") as failed:
         saver.save_async(0).wait_uploaded()
     assert failed.value.errno == errno.ETIMEDOUT
+    saver.close()
+
+
+def test_an_outage_is_waited_for_once(
+    proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many checkpoints wait behind the one that has used up its deadline."""
+    tries: Counter[int] = Counter()
+
+    def counted(path: Path, store: ObjectStore, attempt: Attempt, given: asyncckpt.UploadOptions) -> None:
+        tries[attempt.step] += 1
+        upload_attempt.upload_attempt(path, store, attempt, given)
+
+    monkeypatch.setattr(uploads, "upload_attempt", counted)
+    saver, _ = open_saver(tmp_path / "ckpt", options(url, deadline=4.0, request_deadline=0.5))
+    proxy.fault = lambda request: Fault(answer=(503, "SlowDown"))
+    for step in range(4):
+        saver.save(step)
+    with pytest.raises(asyncckpt.IOFailedError, match="SlowDown"):
+        saver.wait_idle()
+    assert tries[0] > 1
+    assert [tries[step] for step in (1, 2, 3)] == [1, 1, 1]
+    proxy.fault = lambda request: None
     saver.close()
 
 

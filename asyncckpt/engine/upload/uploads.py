@@ -172,10 +172,13 @@ class Uploads:
     # -- on a thread of `uploaders` ------------------------------------------------------------------------------------
 
     def _work_off(self) -> None:
-        goes_well = False
+        assert self._options is not None
+        goes_well, until = False, time.monotonic() + self._options.deadline
         while (attempt := self._next(with_left=goes_well)) is not None:
+            if goes_well:
+                until = time.monotonic() + self._options.deadline
             try:
-                self._upload(attempt)
+                self._upload(attempt, until)
             except BaseException as error:
                 goes_well = False
                 self._fail(attempt, as_checkpoint_error(error, attempt.step))
@@ -198,11 +201,11 @@ class Uploads:
             self._is_working = False
             return None
 
-    def _upload(self, attempt: Attempt) -> None:
-        """Upload, and try again while that may help."""
+    def _upload(self, attempt: Attempt, until: float) -> None:
+        """Upload, and try again while that may help; `until` is that of the one before, where that has failed."""
         assert self._store is not None
         assert self._options is not None
-        until, pause_s = time.monotonic() + self._options.deadline, FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         while True:
             try:
                 return upload_attempt(self._on_disk, self._store, attempt, self._options)
