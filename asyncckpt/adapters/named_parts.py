@@ -53,7 +53,8 @@ def named_parts(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, A
             raise UsageError(
                 f"{name!r} is a plain value, which would be saved as it is now at every step",
                 found=value,
-                hint=f"give a dict that changes, {name}={{...}}, or pass metadata to step()",
+                hint=f"give a dict that changes, {name}={{...}}, or pass metadata to step(); arguments of the Saver go "
+                "into options={...}",
             )
         if isinstance(value, torch.nn.Module) and _has_tables_of_others(value):
             _add(tables, tables_of(value, prefix=name))

@@ -63,6 +63,9 @@ class StoreUrl:
     def __truediv__(self, name: str) -> StoreUrl:
         return StoreUrl(self.scheme, self.bucket, f"{self.prefix}/{name}")
 
+    def __repr__(self) -> str:
+        return f"StoreUrl({str(self)!r})"
+
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
