@@ -28,8 +28,9 @@ PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
     "encode_manifest": {"commit/proof.py"},
-    # Of commit/root.py, a trial whether the store refuses the second one; of storage/store_folder.py, marks.
+    # commit/root.py and cli/doctor.py try whether the store refuses the second one; storage/store_folder.py makes marks.
     "put_new": {
+        "cli/doctor.py",
         "commit/publication.py",
         "commit/root.py",
         "engine/upload/upload_attempt.py",
