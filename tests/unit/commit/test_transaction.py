@@ -28,7 +28,7 @@ PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
     "encode_manifest": {"commit/proof.py"},
-    # commit/root.py and cli/doctor.py try whether the store refuses the second one; storage/store_folder.py makes marks.
+    # commit/root.py and cli/doctor.py try whether the store refuses a second one; storage/store_folder.py makes marks.
     "put_new": {
         "cli/doctor.py",
         "commit/publication.py",
