@@ -30,6 +30,7 @@ from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.storage.folder import check_place
+from asyncckpt.storage.object_store import PART_BYTES_MIN, ObjectStore
 from asyncckpt.version import __version__
 
 _GIB = 1 << 30
@@ -63,7 +64,7 @@ def doctor(wanted: Namespace) -> ExitCode:
     found = Diagnosis()
     with said("trying out"), _ended_by_sigterm():
         if isinstance(path, StoreUrl):
-            _try_store(path, wanted.mib << 20, found)
+            _try_store(asked(lambda: ObjectStore(path), json=wanted.json), wanted.mib << 20, found)
         else:
             _look_at_directory(path, found)
             _try_disk(path, wanted.mib << 20, found)
@@ -157,20 +158,18 @@ def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:
         )
 
 
-def _try_store(url: StoreUrl, bytes: int, found: Diagnosis) -> None:
+def _try_store(store: ObjectStore, bytes: int, found: Diagnosis) -> None:
     """Do what saves and retention do there, with one object that is removed again."""
-    from asyncckpt.storage.object_store import PART_BYTES_MIN, ObjectStore
-
     key, took = f".doctor-{uuid.uuid4().hex}", {}
+    part = os.urandom(min(PART_BYTES_MIN, bytes))
+    parts = [part[: bytes - begin] for begin in range(0, bytes, PART_BYTES_MIN)]
     try:
-        store = ObjectStore(url)
         with contextlib.suppress(NotFoundError):
-            found.answer["checkpoints_count"] = len(list_steps(str(url)))
+            found.answer["checkpoints_count"] = len(list_steps(str(store.url)))
         if store.put_new(key, b"") and store.put_new(key, b""):
             found.problems.append(
                 "the store replaces objects in spite of If-None-Match: two writers are not kept apart"
             )
-        parts = [os.urandom(min(PART_BYTES_MIN, bytes - begin)) for begin in range(0, bytes, PART_BYTES_MIN)]
         for name, call in (
             ("put", lambda: store.put(key, parts, part_bytes=PART_BYTES_MIN, parallel=4)),
             ("get", lambda: store.read_whole(key, bytes_max=bytes)),
@@ -183,10 +182,14 @@ def _try_store(url: StoreUrl, bytes: int, found: Diagnosis) -> None:
         found.facts.append(("store", str(error)))
         found.problems.append(f"saves fail, or old checkpoints stay: {error}")
         return
+    finally:
+        if "remove" not in took:
+            with contextlib.suppress(CheckpointError):
+                store.remove(key)
     found.answer["store"] = {"seconds": took, "bytes": bytes}
     speeds = ", ".join(f"{name} {size(int(bytes / took[name]))}/s" for name in ("put", "get"))
     found.facts.append(
-        ("store", f"{url} holds {count_of(found.answer.get('checkpoints_count', 0), 'checkpoint')}; {speeds}")
+        ("store", f"{store.url} holds {count_of(found.answer.get('checkpoints_count', 0), 'checkpoint')}; {speeds}")
     )
 
 

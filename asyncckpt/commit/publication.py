@@ -29,6 +29,7 @@ from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, IOFailedError
 from asyncckpt.format.names import MANIFESTS_DIR, Attempt, temporary_manifest_name
 from asyncckpt.storage.directory import Directory, io_failed
+from asyncckpt.storage.object_store import is_timeout
 from asyncckpt.storage.store_folder import StoreFolder
 
 REFUSED_S_MAX = 10.0
@@ -156,18 +157,25 @@ class ObjectPublication:
         return None
 
     def publish(self, name: str) -> None:
-        key, until = f"{MANIFESTS_DIR}/{name}", time.monotonic() + REFUSED_S_MAX
-        while not self._root.store.put_new(key, bytes(self._raw)):
+        key, until, is_under_way = f"{MANIFESTS_DIR}/{name}", time.monotonic() + REFUSED_S_MAX, False
+        what = f"object {str(self._root.store.url / key)!r}"
+        while True:
+            try:
+                if self._root.store.put_new(key, bytes(self._raw)):
+                    return self._root.note(name)
+            except CheckpointError as error:
+                if is_under_way:  # Perhaps by a try of ours.
+                    raise IOFailedError(error.what, errno=errno.ETIMEDOUT, hint=error.hint) from None
+                raise
             if self._root.manifests.exists(name):
-                raise ConflictError(f"object {str(self._root.store.url / key)!r} exists already")
-            if time.monotonic() >= until:  # Stores also refuse while another request for that key is under way.
-                what = f"object {str(self._root.store.url / key)!r} is neither there nor can be made"
-                raise IOFailedError(what, errno=errno.ETIMEDOUT)
+                raise ConflictError(f"{what} exists already")
+            if time.monotonic() >= until:
+                raise IOFailedError(f"{what} is neither there nor can be made", errno=errno.ETIMEDOUT)
+            is_under_way = True  # Stores also refuse while another request for that key is.
             time.sleep(PAUSE_S)
-        self._root.note(name)
 
     def is_open(self, error: Exception, *, is_ours: bool) -> bool:
-        return not is_ours and isinstance(error, IOFailedError) and error.errno == errno.ETIMEDOUT
+        return not is_ours and (is_timeout(error) or not isinstance(error, CheckpointError))
 
     def sync(self) -> None:
         """Objects are durable."""

@@ -69,12 +69,9 @@ def collect_garbage(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Contai
     emptied = {name for name in removed if step_of_pin(name) is not None or attempt_of_upload_mark(name) is not None}
     files = [size for name in removed for size in sizes.get(name, [0] if name in emptied else [])]
     # Some stores go on listing prefixes without objects.
-    folders = [name for name in removed if attempt_of_directory(name) is not None and _is_one(root, sizes.get(name))]
+    is_seen = {name for name in removed if sizes.get(name) or not isinstance(root, StoreRoot)}
+    folders = [name for name in removed if attempt_of_directory(name) is not None and name in is_seen]
     return GarbageReport(folders_count=len(folders), files_count=len(files), bytes=sum(files))
-
-
-def _is_one(root: WriteRoot, sizes: list[int] | None) -> bool:
-    return bool(sizes) or not isinstance(root, StoreRoot)
 
 
 def _temporaries(names: Iterable[str], keep_attempts: Container[str]) -> list[str]:

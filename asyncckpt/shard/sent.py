@@ -8,7 +8,6 @@ use that memory before.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import queue
 import threading
@@ -22,7 +21,7 @@ import numpy as np
 from asyncckpt.errors import DeadlineError, IOFailedError, SaveCancelledError
 from asyncckpt.guard import Guard
 from asyncckpt.native import U8, memory_at
-from asyncckpt.storage.object_store import part_bytes_of
+from asyncckpt.storage.object_store import is_timeout, part_bytes_of
 from asyncckpt.storage.store_folder import StoreFolder
 
 _log = logging.getLogger("asyncckpt")
@@ -59,7 +58,7 @@ def send_file(
             return _put(folder, name, pieces, take)
         except IOFailedError as error:
             left_s = until - time.monotonic()
-            if error.errno != errno.ETIMEDOUT or pause_s > left_s:
+            if not is_timeout(error) or pause_s > left_s:
                 raise
             with contextlib.suppress(Exception):
                 _log.warning("%s: it is tried again for %.0f s", error.what, left_s)

@@ -163,7 +163,7 @@ class ObjectStore:
     def put_new(self, key: str, raw: bytes) -> bool:
         """Make an object unless its key is taken; False then. Also where an earlier try of this call has made it.
 
-        IOFailedError: with errno ETIMEDOUT it may be made, or come to be; with another one it is not, and will not be.
+        IOFailedError with errno ETIMEDOUT: it may be made, or come to be. Any other error: it is not, and will not be.
         """
 
         def ask() -> bool:
@@ -177,10 +177,11 @@ class ObjectStore:
         while True:
             try:
                 return self._ask("object cannot be made", key, ask)
-            except IOFailedError as error:
-                if error.errno != errno.ETIMEDOUT and not may_come:
+            except CheckpointError as error:
+                is_unanswered = is_timeout(error)
+                if not is_unanswered and not may_come:
                     raise
-                if error.errno != errno.ETIMEDOUT or time.monotonic() + pause_s > until:
+                if not is_unanswered or time.monotonic() + pause_s > until:
                     raise IOFailedError(error.what, errno=errno.ETIMEDOUT, hint=error.hint) from None
                 may_come = True
             time.sleep(pause_s)
@@ -259,6 +260,11 @@ class _Parts:
 def part_bytes_of(bytes: int) -> int:
     """Return the bytes of each part of an object, so that there are not more parts than a store takes."""
     return max(PART_BYTES_MIN, -(-bytes // (PARTS_MAX * MIB)) * MIB)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether a request was not answered, or not to the point: another try may help."""
+    return isinstance(error, IOFailedError) and error.errno == errno.ETIMEDOUT
 
 
 def refused(what: str, error: BaseException) -> CheckpointError:

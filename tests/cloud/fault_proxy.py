@@ -67,6 +67,28 @@ class Fault:
     stale: int = 0
 
 
+FAULTS = {
+    "500 after success": Fault(answer_after=(500, "InternalError")),
+    "silent": Fault(silent=True),
+    "silent after success": Fault(silent_after=True),
+    "cut in the body": Fault(cut_up=100),
+    "cut in the answer": Fault(cut_down=10),
+    "409": Fault(answer=(409, "OperationAborted")),
+    "412": Fault(answer=(412, "PreconditionFailed")),  # Of a conditional PUT only.
+    "slow down": Fault(answer=(503, "SlowDown")),
+}
+
+
+def first(kind: str, left: list[Fault], *, where: str = "") -> Callable[[Request], Fault | None]:
+    """Disturb the first requests of a kind for an object of a checkpoint, by faults that are taken from a list."""
+
+    def disturb(request: Request) -> Fault | None:
+        is_meant = request.kind == kind and ".probe" not in request.path and where in request.path
+        return left.pop() if is_meant and left else None
+
+    return disturb
+
+
 @dataclass
 class FaultProxy:
     target_port: int

@@ -20,6 +20,7 @@ import obstore
 from obstore.store import S3Store
 
 START_S_MAX = 60.0
+STARTS_MAX = 4
 WEED = Path(sys.executable).parent / "weed"
 HOST = "127.0.0.1"
 REGION = "us-east-1"
@@ -61,8 +62,22 @@ def environment(endpoint: str, user: User = OWNER) -> dict[str, str]:
 @contextlib.contextmanager
 def running(folder: Path, *, buckets: tuple[str, ...]) -> Iterator[Server]:
     """Run a server with these buckets until the block ends."""
-    ports = _free_ports(8)
+    with contextlib.ExitStack() as started:
+        for left in reversed(range(STARTS_MAX)):
+            try:
+                made = started.enter_context(_running(folder / f"start{left}", _free_ports(8)))
+                break
+            except RuntimeError:  # A port that was free is another one's by now.
+                if not left:
+                    raise
+        _make_buckets(made, buckets)
+        yield made
+
+
+@contextlib.contextmanager
+def _running(folder: Path, ports: list[int]) -> Iterator[Server]:
     master, volume, filer, s3 = ports[:4]
+    folder.mkdir()
     config = folder / "s3.json"
     users = [
         {"name": u.key, "credentials": [{"accessKey": u.key, "secretKey": u.secret}], "actions": [*u.actions]}
@@ -84,9 +99,7 @@ def running(folder: Path, *, buckets: tuple[str, ...]) -> Iterator[Server]:
         server = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder)
         try:
             _wait_until_ready(server, s3, log)
-            made = Server(s3)
-            _make_buckets(made, buckets)
-            yield made
+            yield Server(s3)
         finally:
             server.kill()  # What it holds goes with its folder; its own end takes half a minute.
             server.wait()

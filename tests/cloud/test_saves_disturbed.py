@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 import asyncckpt
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, first
 from tests.cloud.test_saver_in_a_store import is_equal, small_parts, state
 from tests.shares import share_of
 
 __all__ = ["small_parts"]
-
-FAULTS = {
-    "500 after success": Fault(answer_after=(500, "InternalError")),
-    "silent": Fault(silent=True),
-    "silent after success": Fault(silent_after=True),
-    "cut in the body": Fault(cut_up=100),
-    "cut in the answer": Fault(cut_down=10),
-    "409": Fault(answer=(409, "OperationAborted")),
-    "412": Fault(answer=(412, "PreconditionFailed")),
-    "slow down": Fault(answer=(503, "SlowDown")),
-}
-
-
-def first(kind: str, left: list[Fault], *, where: str = "") -> Callable[[Request], Fault | None]:
-    """Disturb the first requests of a kind for an object of a checkpoint, by faults that are taken from a list."""
-
-    def disturb(request: Request) -> Fault | None:
-        is_meant = request.kind == kind and ".probe" not in request.path and where in request.path
-        return left.pop() if is_meant and left else None
-
-    return disturb
-
 
 KINDS = ["begin upload", "part", "complete upload", "put of a file", "put of a manifest", "list", "head"]
 
@@ -88,6 +64,17 @@ def test_a_manifest_that_stays_unanswered_is_in_doubt(proxy: FaultProxy, url: st
     if not is_saved:
         asyncckpt.save(url, tensors, step=1)
     assert is_equal(asyncckpt.load(url), 1)
+
+
+def test_a_refusal_behind_a_try_that_may_come_is_in_doubt(proxy: FaultProxy, url: str) -> None:
+    """The first PUT of the manifest is under way, the store says so to the second one and refuses the third."""
+    with asyncckpt.Saver(path=url, tensors=state(0)) as saver:
+        left = [Fault(answer=(403, "AccessDenied")), FAULTS["412"], FAULTS["silent"]]
+        proxy.fault = first("put", left, where="/manifests/")
+        with pytest.raises(asyncckpt.IndeterminateError, match="AccessDenied"):
+            saver.save_async(0).result()
+        assert left == []
+        proxy.fault = lambda request: None
 
 
 def check_steps(url: str, steps: list[int]) -> None:

@@ -16,6 +16,7 @@ import asyncckpt
 from asyncckpt.checkpoints import summaries
 from asyncckpt.dcp import StorageReader
 from asyncckpt.inspection import compare
+from asyncckpt.observe.serve import Watched, server_of
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FaultProxy
 
@@ -140,6 +141,14 @@ def test_the_command_shows_what_is_in_a_store(owner: seaweed.Server, url: str, t
         ran = subprocess.run([sys.executable, "-m", "asyncckpt", *command], capture_output=True, text=True, check=False)
         assert (ran.returncode, ran.stderr) == (0, ""), command
     assert url in ran.stdout or "same" in ran.stdout.lower()
+
+
+def test_a_store_is_watched(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", url)
+    _, facts = Watched(url).now()
+    assert url in facts.decode()
+    with server_of(url, port=0) as server:
+        assert server.server_address[1] > 0
 
 
 def test_what_is_no_directory_says_so(owner: seaweed.Server, url: str) -> None:

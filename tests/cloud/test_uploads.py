@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from asyncckpt.plan import image
 from asyncckpt.storage import object_store
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, Request, first
 
 PART_BYTES = 5 << 20  # The least that S3 takes; a checkpoint of these tests has three in one file.
 
@@ -51,39 +50,19 @@ def marks(path: Path) -> list[int]:
     return sorted(attempt.step for attempt in found if attempt is not None)
 
 
-def first(kind: str, fault: Fault, *, count: int = 1) -> Callable[[Request], Fault | None]:
-    """Disturb the first requests of a kind for an object of a checkpoint."""
-    left = [fault] * count
-
-    def disturb(request: Request) -> Fault | None:
-        return left.pop() if request.kind == kind and ".probe" not in request.path and left else None
-
-    return disturb
-
-
-FAULTS = {
-    "500 after success": Fault(answer_after=(500, "InternalError")),
-    "silent": Fault(silent=True),
-    "silent after success": Fault(silent_after=True),
-    "cut in the body": Fault(cut_up=100),
-    "cut in the answer": Fault(cut_down=10),
-    "409": Fault(answer=(409, "OperationAborted")),
-    "412": Fault(answer=(412, "PreconditionFailed")),
-    "slow down": Fault(answer=(503, "SlowDown")),
-}
-
-
 @pytest.mark.parametrize("kind", ["begin upload", "part", "complete upload", "put", "get", "list"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_disturbed_upload_comes_to_its_end(proxy: FaultProxy, url: str, tmp_path: Path, kind: str, name: str) -> None:
     if name == "412" and kind != "put":
         pytest.skip("only a conditional PUT is answered so")
     saver, tensors = open_saver(tmp_path / "ckpt", options(url, request_deadline=1.0))
-    proxy.fault = first(kind, FAULTS[name])
+    left = [FAULTS[name]]
+    proxy.fault = first(kind, left)
     with saver:
         saver.save_async(0).wait_uploaded()
         proxy.fault = lambda request: None
         loaded = asyncckpt.load(url)
+    assert left == [], "no such request came"
     assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
     assert marks(tmp_path / "ckpt") == []
 

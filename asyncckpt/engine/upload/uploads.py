@@ -16,7 +16,6 @@ tried again, until one fails. So a store that refuses all is asked for each comm
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections import deque
@@ -37,7 +36,7 @@ from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import UploadOptions
 from asyncckpt.signals import uninterrupted, wait_until_done
-from asyncckpt.storage.object_store import ObjectStore, StoreLimits
+from asyncckpt.storage.object_store import ObjectStore, StoreLimits, is_timeout
 
 FIRST_PAUSE_S = 0.2
 PAUSE_S_MAX = 30.0
@@ -210,7 +209,7 @@ class Uploads:
             try:
                 return upload_attempt(self._on_disk, self._store, attempt, self._options)
             except IOFailedError as error:
-                if error.errno != errno.ETIMEDOUT or time.monotonic() + pause_s > until:
+                if not is_timeout(error) or time.monotonic() + pause_s > until:
                     raise
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
