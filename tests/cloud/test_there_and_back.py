@@ -14,11 +14,15 @@ import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.checkpoints import summaries
+from asyncckpt.cli.findings import ExitCode
 from asyncckpt.dcp import StorageReader
 from asyncckpt.inspection import compare
+from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.observe.serve import Watched, server_of
+from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import FaultProxy
+from tests.cloud.fault_proxy import Fault, FaultProxy
+from tests.program import invoke
 
 MIB = 1 << 20
 
@@ -141,6 +145,13 @@ def test_the_command_shows_what_is_in_a_store(owner: seaweed.Server, url: str, t
         ran = subprocess.run([sys.executable, "-m", "asyncckpt", *command], capture_output=True, text=True, check=False)
         assert (ran.returncode, ran.stderr) == (0, ""), command
     assert url in ran.stdout or "same" in ran.stdout.lower()
+
+
+def test_a_doctor_who_is_refused_says_so_and_leaves_nothing(proxy: FaultProxy, url: str) -> None:
+    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if request.kind == "get" else None
+    answer = invoke("doctor", url, "--mib", "1")
+    assert (answer.exit_code, "AccessDenied" in answer.output) == (ExitCode.FAILED, True)
+    assert ObjectStore(StoreUrl.of(url)).below("") == []
 
 
 def test_a_store_is_watched(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
