@@ -122,12 +122,12 @@ class ManifestHead:
         """The files of rank 0, those of rank 1, ..."""
         return [list(files) for _, files in itertools.groupby(self.files, key=lambda file: file.rank)]
 
-    @property
+    @cached_property
     def file_name(self) -> str:
         """The name of the manifest in manifests/."""
         return manifest_name(self.step) if self.replaces is None else compacted_manifest_name(self.step)
 
-    @property
+    @cached_property
     def folder_name(self) -> str:
         """The name in data/ of the folder with all files."""
         return Attempt(step=self.step, id=self.attempt).directory

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.native.row_rules import Rule
-from asyncckpt.native.tensors import Places, PythonCalls, Tensors, TorchCalls
+from asyncckpt.native.tensors import Places, PythonCalls, TensorFacts, TorchCalls
 
 PAGE_BYTES = 4096
 LEAF_BYTES = 4 << 20
@@ -254,12 +254,11 @@ class Core(Protocol):
         """
         ...
 
-    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64) -> Places | None:
+    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: TensorFacts) -> Places | None:
         """Return where tensors are that are all as known; None: one is not, torch raises for it, or (the twin) it is
         not known.
 
-        objects: object [n], tensors of torch or anything. shapes: of the known ones the sizes, behind them the strides.
-        The tensors must not change meanwhile.
+        objects: object [n], tensors of torch or anything, which must not change meanwhile.
         """
         ...
 

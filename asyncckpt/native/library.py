@@ -48,7 +48,7 @@ from asyncckpt.native.declarations import (
     AcTorch,
     load_library,
 )
-from asyncckpt.native.tensors import PLACE, Places, PythonCalls, Tensors, TorchCalls, check_tensors
+from asyncckpt.native.tensors import PLACE, Places, PythonCalls, TensorFacts, TorchCalls
 from asyncckpt.signals import uninterrupted
 
 # Room for the rows of a first call of ac_marked, as a fraction of all rows; a second call follows if more are marked.
@@ -139,13 +139,16 @@ class NativeCore:
         )
         call(self._library.ac_update_rows, byref(settings), rows.ctypes.data, len(rows), threads)
 
-    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64) -> Places | None:
-        check_tensors(objects, known, shapes)
-        found, alike = np.empty(len(known), dtype=PLACE), c_uint64()
+    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: TensorFacts) -> Places | None:
+        known.check_objects(objects)
+        count = len(known.tensors)
+        found, alike = np.empty(count, dtype=PLACE), c_uint64()
         calls = AcTorch(*torch.functions, torch.type_offset, torch.tensor_offset, torch.keys_offset)
-        arrays = objects.ctypes.data, known.ctypes.data, len(known), shapes.ctypes.data, found.ctypes.data
-        call(self._library.ac_tensors, byref(calls), *arrays, byref(alike))
-        return found if alike.value == len(known) else None
+        facts = known.tensors.ctypes.data, count, known.shapes.ctypes.data
+        call(
+            self._library.ac_tensors, byref(calls), objects.ctypes.data, *facts, found.ctypes.data, byref(alike)
+        )
+        return found if alike.value == count else None
 
     def walk(self, python: PythonCalls, root: object, words: U64, slots: int) -> NDArray[Any] | None:
         found, alike = np.full(slots, None, dtype=object), c_uint64()

@@ -39,14 +39,27 @@ class PythonCalls:
     type_offset: int
 
 
-def check_tensors(objects: NDArray[Any], known: Tensors, shapes: NDArray[np.int64]) -> None:
-    """Raise ValueError unless there is one known tensor for each object, and `shapes` has what these point to."""
-    fits = objects.dtype == object and known.dtype == TENSOR and shapes.dtype == np.int64
-    if not (fits and objects.shape == known.shape == (len(known),) and objects.flags.c_contiguous):
-        raise ValueError(f"there are {objects.shape} objects and {known.shape} known tensors, or not of these dtypes")
-    if not (known.flags.c_contiguous and shapes.flags.c_contiguous and shapes.ndim == 1):
-        raise ValueError("known tensors or their shapes do not lie one behind the other")
-    if len(known):
-        ends = known["shape"].astype(np.int64) + 2 * known["dim"].astype(np.int64)
-        if int(known["dim"].min()) < 0 or int(known["shape"].max()) > len(shapes) or int(ends.max()) > len(shapes):
+@dataclass(frozen=True)
+class TensorFacts:
+    """What tensors are: TENSOR [n], and the shapes and strides that it points to, int64. ValueError unless it does."""
+
+    tensors: Tensors
+    shapes: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        tensors, shapes = self.tensors, self.shapes
+        if tensors.dtype != TENSOR or shapes.dtype != np.int64 or (tensors.ndim, shapes.ndim) != (1, 1):
+            raise ValueError("known tensors or their shapes are not of these dtypes, or not lists")
+        if not (tensors.flags.c_contiguous and shapes.flags.c_contiguous):
+            raise ValueError("known tensors or their shapes do not lie one behind the other")
+        ends = tensors["shape"].astype(np.int64) + 2 * tensors["dim"].astype(np.int64)
+        outside = len(tensors) and max(int(tensors["shape"].max()), int(ends.max())) > len(shapes)
+        if outside or (len(tensors) and int(tensors["dim"].min()) < 0):
             raise ValueError("the shape of a known tensor is not among the shapes")
+        for array in (tensors, shapes):
+            array.flags.writeable = False
+
+    def check_objects(self, objects: NDArray[Any]) -> None:
+        """Raise ValueError unless there is one object for each tensor."""
+        if objects.dtype != object or objects.shape != self.tensors.shape or not objects.flags.c_contiguous:
+            raise ValueError(f"there are {objects.shape} objects and {self.tensors.shape} known tensors")

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.native import I64, core
-from asyncckpt.native.tensors import TENSOR, Places, Tensors, TorchCalls
+from asyncckpt.native import core
+from asyncckpt.native.tensors import TENSOR, Places, TensorFacts, TorchCalls
 
 _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _NAMES = ("dim", "sizes", "strides", "storage_offset", "storage_size", "data_ptr", "dtype", "device_type")
@@ -38,15 +38,14 @@ _MISSING = (OSError, AttributeError, RuntimeError, TypeError, ValueError, KeyErr
 
 @dataclass(frozen=True)
 class KnownTensors:
-    """The facts of some tensors as the core compares them: TENSOR [n], and where their `shape` points to.
+    """The facts of some tensors as the core compares them.
 
     types: held, so that no other type gets the address of one.
     """
 
     calls: TorchCalls
     types: frozenset[type]
-    tensors: Tensors
-    shapes: I64
+    facts: TensorFacts
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> KnownTensors | None:
@@ -56,19 +55,19 @@ class KnownTensors:
 
     def places(self, tensors: Sequence[torch.Tensor] | NDArray[Any]) -> Places | None:
         """Return where tensors are that have these facts; None: one has others, or the core raises for it."""
-        count = len(self.tensors)
+        count = len(self.facts.tensors)
         if len(tensors) != count:
             return None
         # An array keeps them alive during the call.
         objects = tensors if isinstance(tensors, np.ndarray) else np.fromiter(tensors, dtype=object, count=count)
-        return core.tensor_places(self.calls, objects, self.tensors, self.shapes)
+        return core.tensor_places(self.calls, objects, self.facts)
 
     def are_but_for_types(self, others: KnownTensors) -> bool:
         """Return whether these have the facts of others, whatever their types."""
         fields = [name for name in TENSOR.names or () if name != "type"]
-        return np.array_equal(self.tensors[fields], others.tensors[fields]) and np.array_equal(
-            self.shapes, others.shapes
-        )
+        own, theirs = self.facts, others.facts
+        same = np.array_equal(own.tensors[fields], theirs.tensors[fields])
+        return same and np.array_equal(own.shapes, theirs.shapes)
 
 
 def torch_calls() -> TorchCalls | None:
@@ -173,7 +172,7 @@ def _known(calls: TorchCalls, tensors: Sequence[torch.Tensor]) -> KnownTensors |
         facts["device_index"] = [-1 if item.device.index is None else item.device.index for item in tensors]
         parts = [part for item in tensors for part in (item.shape, item.stride())]
         shapes = np.fromiter(chain.from_iterable(parts), dtype=np.int64)
-        known = KnownTensors(calls, types, facts, shapes)
+        known = KnownTensors(calls, types, TensorFacts(facts, shapes))
         return known if _is_seen_alike(known.places(tensors), tensors) else None
     except _MISSING:
         return None

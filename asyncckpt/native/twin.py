@@ -44,7 +44,7 @@ from asyncckpt.native.contract import (
     check_update,
     checked_row_columns,
 )
-from asyncckpt.native.tensors import Places, PythonCalls, Tensors, TorchCalls, check_tensors
+from asyncckpt.native.tensors import Places, PythonCalls, TensorFacts, TorchCalls
 from asyncckpt.native.twin_id_map import TwinIdMap
 from asyncckpt.native.twin_update import update_rows
 
@@ -190,8 +190,8 @@ class TwinCore:
     def update_rows(self, update: RowUpdate, rows: I64, *, threads: int = 1) -> None:
         update_rows(update, check_update(update, rows))
 
-    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64) -> Places | None:
-        check_tensors(objects, known, shapes)
+    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: TensorFacts) -> Places | None:
+        known.check_objects(objects)
         return None
 
     def walk(self, python: PythonCalls, root: object, words: U64, slots: int) -> NDArray[Any] | None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN, CutVersion
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
@@ -43,12 +42,12 @@ class HeldTable:
         self._lock = lock
         self._columns = columns
         self._ids = ids
-        self._guard = Guard()
-        self._is_released = False
+        self._held = [table]  # Emptied by whoever releases it first, on any thread.
 
     def column(self, name: str) -> torch.Tensor:
         """Return the live storage of a column; in a load, fetch it again after an insert. Raises UsageError."""
-        self._check_held(f"column {name!r}")
+        if not self._held:
+            self._check_held(f"column {name!r}")
         return self._ids() if name == ID_COLUMN else self._one_of(self._columns, name)
 
     def hand_over(self) -> None:
@@ -64,9 +63,9 @@ class HeldTable:
     @uninterrupted
     def _release(self, last: Callable[[], object] | None = None) -> None:
         """Call `last` and release the table, the first time; later calls do nothing."""
-        with self._guard:
-            is_first, self._is_released = not self._is_released, True
-        if not is_first:
+        try:
+            self._held.pop()
+        except IndexError:
             return
         try:
             if last is not None:
@@ -76,7 +75,7 @@ class HeldTable:
             self._lock.release()
 
     def _check_held(self, what: str) -> None:
-        if self._is_released:
+        if not self._held:
             where = f"{what} of a {self.use} of table {self._table!r}"
             raise UsageError(f"{where} was asked for after its {self.released_by}")
 
