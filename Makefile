@@ -44,9 +44,8 @@ export ASYNCCKPT_SHARE = $(SHARE)
 PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
 # Once, for each use of a variable that is not expanded at once would draw anew.
 SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
-TORCHREC_VENV := .venv-torchrec
-TORCHREC_BIN := $(TORCHREC_VENV)/bin
-TORCHREC_READY := $(TORCHREC_VENV)/.ready
+TORCHREC := .torchrec
+TORCHREC_READY := $(TORCHREC)/.ready
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_BIN := $(INTEGRATIONS_VENV)/bin
 INTEGRATIONS_READY := $(INTEGRATIONS_VENV)/.ready
@@ -103,7 +102,7 @@ test-interrupts: $(READY) ## Ctrl-C at every place of saves, loads and uses of t
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=$(EVERY) ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 -m 'slow or not slow' $(INTERRUPTS) $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
-	$(PYTEST) -m slow tests/core_programs -n $(WORKERS) $(ARGS)
+	ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) -m slow tests/core_programs -n $(WORKERS) $(ARGS)
 
 test-slow: $(READY) ## the tests that take long, but for those of test-native
 	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow --ignore=tests/core_programs $(PARALLEL) $(ARGS)
@@ -114,8 +113,8 @@ test-random: $(READY) ## other random examples than those that the suite draws e
 		--hypothesis-profile=random --hypothesis-seed=$(SEED) $(PARALLEL) $(ARGS)
 	$(BIN)/python -m tests.simulator --first $(SEED) --seeds 2000
 
-test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a .venv-torchrec of their own
-	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(PARALLEL) $(ARGS)
+test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, which lie in .torchrec
+	PYTHONPATH=$(CURDIR)/$(TORCHREC) $(PYTEST) tests/torchrec $(PARALLEL) $(ARGS)
 
 test-integrations: $(INTEGRATIONS_READY) ## the integrations with transformers, Lightning, Accelerate and Ray, in a .venv-integrations of their own
 	HF_HUB_OFFLINE=1 $(INTEGRATIONS_BIN)/python -m pytest --timeout=3000 tests/integrations $(ARGS)
@@ -164,11 +163,11 @@ matrix: ## installs the wheel beside each Python and torch that can be had here,
 
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' -not -path './$(INTEGRATIONS_VENV)/*' \
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC)/*' -not -path './$(INTEGRATIONS_VENV)/*' \
 		-not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv, .venv-torchrec, .venv-integrations, .venv-wheel, .venv-docs and .megatron
-	rm -rf $(VENV) $(TORCHREC_VENV) $(INTEGRATIONS_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(MEGATRON)
+distclean: clean ## also .venv, .venv-integrations, .venv-wheel, .venv-docs, .torchrec and .megatron
+	rm -rf $(VENV) $(INTEGRATIONS_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(TORCHREC) $(MEGATRON)
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -191,17 +190,12 @@ $(GPU_FOLDER)/.ready: pyproject.toml $(CORE_SOURCES) $(shell find asyncckpt -nam
 
 gpu-package: $(GPU_FOLDER)/.ready
 
-# TorchRec would bring FBGEMM for a GPU, and that another torch: what they need is chosen here, and pip's remark that
-# fbgemm-gpu is missing can be passed over. The core is built in a folder of its own, because a build folder belongs to
-# the tools of one environment.
-$(TORCHREC_READY): pyproject.toml Makefile $(CORE_SOURCES)
-	$(PYTHON) -m venv $(TORCHREC_VENV)
-	$(TORCHREC_BIN)/python -m pip install --quiet 'torch==2.13.0'
-	$(TORCHREC_BIN)/python -m pip install --quiet --no-deps 'torchrec==1.8.0' 'fbgemm-gpu-cpu==1.8.0'
-	$(TORCHREC_BIN)/python -m pip install --quiet tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions iopath \
-		pytest pytest-asyncio pytest-timeout pytest-xdist typer rich 'scikit-build-core>=0.11' cmake ninja
-	ASYNCCKPT_NATIVE=1 $(TORCHREC_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/torchrec \
-		--editable .
+# TorchRec would bring FBGEMM for a GPU, and that another torch. So what it needs is chosen here, and lies beside .venv,
+# whose torch has to be the one for which this FBGEMM was built: the one that TORCH names unless it is set.
+$(TORCHREC_READY): $(READY) Makefile
+	rm -rf $(TORCHREC)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHREC) 'torchrec==1.8.0' 'fbgemm-gpu-cpu==1.8.0' \
+		tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions iopath cloudpickle lightning-utilities portalocker pyvers typing-inspect
 	touch $@
 
 # The site is made from the sources, so nothing of this project is installed; ruff sets the signatures.

@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 import time
-import zlib
 from collections.abc import Callable, Generator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +17,10 @@ import pytest
 import torch
 
 from tests.gpu import device
+from tests.shares import is_drawn
 
 TESTS = Path(__file__).parent
-# Each so many-th test is run, by its name.
+# One in so many tests is run, drawn by its name and by the number that tests/shares.py draws by.
 TESTS_EVERY = int(os.environ.get("ASYNCCKPT_TESTS_EVERY", "1"))
 # The twin runs what goes through the core: copies into arenas, writes and reads of files, id maps, marks and prints.
 # Which core runs makes no difference to what these show, or they run both themselves. Files and folders.
@@ -156,7 +156,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs no second run on the twin, and what draws examples; leave out what this run does not take."""
-    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % TESTS_EVERY == 0]
+    items[:] = [item for item in items if is_drawn(item.nodeid, TESTS_EVERY)]
     for item in items:
         # Hypothesis has not marked them yet.
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):

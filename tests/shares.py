@@ -29,3 +29,8 @@ def share_of(
         groups.setdefault(by(item), []).append(number)
     taken = [number for group in groups.values() for number in drawn.sample(group, -(-len(group) // step))]
     return [listed[number] for number in sorted(taken)]
+
+
+def is_drawn(name: str, every: int) -> bool:
+    """Return whether this one of many names is drawn, as one in `every` is."""
+    return random.Random(f"{name} {os.environ.get('ASYNCCKPT_SHARE')}").randrange(every) == 0

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.shares import share_of
+
 CSRC = Path(__file__).parents[2] / "csrc"
 BUILD_SECONDS_MAX = 900
 
@@ -21,7 +23,7 @@ BUILD_SECONDS_MAX = 900
 @pytest.mark.timeout(BUILD_SECONDS_MAX)
 @pytest.mark.parametrize(
     ("sanitizers", "programs"),
-    [("address,undefined", ["core_test", "tests/cuda/cuda_test"]), ("thread", ["core_test"])],
+    share_of([("address,undefined", ["core_test", "tests/cuda/cuda_test"]), ("thread", ["core_test"])], "sanitizers"),
 )
 def test_core_programs_are_clean(tmp_path: Path, sanitizers: str, programs: list[str]) -> None:
     if shutil.which("cmake") is None or shutil.which(os.environ.get("CXX", "c++")) is None:
