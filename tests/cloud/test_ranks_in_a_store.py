@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import asyncckpt
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
 from tests.cloud.rank_in_a_store import ROWS_COUNT, STEPS_COUNT
-from tests.ranks.processes import Ended, await_ranks, start_rank
+from tests.ranks.processes import Ended, Rank, await_ranks, start_rank
 from tests.shares import share_of
 
 RANKS_COUNT = 3
@@ -27,7 +26,7 @@ KILLS = [(victim, number) for victim in (0, 1) for number in (3, 6, 10, 14, 18, 
 
 def start_ranks(
     folder: Path, url: str, *more_words: str, endpoints: dict[int, str] | None = None
-) -> list[subprocess.Popen[bytes]]:
+) -> list[Rank]:
     folder.mkdir()
     started = []
     for rank in range(RANKS_COUNT):
@@ -87,7 +86,7 @@ def test_ranks_find_the_next_step_behind_one_of_others(owner: seaweed.Server, ur
 def test_a_killed_rank_leaves_whole_checkpoints(
     proxy: FaultProxy, url: str, tmp_path: Path, victim: int, number: int
 ) -> None:
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[Rank] = []
 
     def kill_at(left: list[int]) -> Callable[[Request], Fault | None]:
         def disturb(request: Request) -> Fault | None:

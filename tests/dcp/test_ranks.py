@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 import asyncckpt
 from asyncckpt.dcp import StorageReader
 from tests.dcp.model import differences, image_of, make, put_back, state_of
+from tests.ranks.processes import await_ranks, start_rank
 
 pytestmark = pytest.mark.any_core
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S_MAX = 120.0
 BY_TWO = ("save_fsdp", "save_boxes", "save_alone_in_between", "fail")
 BY_FOUR = ("load_fsdp", "load_boxes")
@@ -26,29 +24,16 @@ BY_FOUR = ("load_fsdp", "load_boxes")
 
 def run_ranks(world: int, scenarios: tuple[str, ...], folder: Path) -> list[dict[str, list[str]]]:
     """What every rank found. All scenarios share processes, whose imports take longest."""
-    processes = []
-    for rank in range(world):
-        command = [sys.executable, "-m", "tests.dcp.rank", ",".join(scenarios), str(rank), str(world), str(folder)]
-        with (folder / f"output-{world}-{rank}").open("wb") as output:
-            processes.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT))
-    try:
-        for process in processes:
-            process.wait(RUN_S_MAX)
-    except subprocess.TimeoutExpired:
-        pass  # The ranks' outputs say more.
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [_result(folder, world, rank) for rank in range(world)]
+    words = [(",".join(scenarios), rank, world, folder) for rank in range(world)]
+    ended = await_ranks([start_rank("tests.dcp.rank", one, folder) for one in words], RUN_S_MAX - 10)
+    return [_result(folder / f"found-{world}-{rank}.json", one.output) for rank, one in enumerate(ended)]
 
 
-def _result(folder: Path, world: int, rank: int) -> dict[str, list[str]]:
-    path = folder / f"found-{world}-{rank}.json"
+def _result(path: Path, output: str) -> dict[str, list[str]]:
     if path.exists():
         found: dict[str, list[str]] = json.loads(path.read_text())
         return found
-    return {"": [f"rank {rank} ended early: {(folder / f'output-{world}-{rank}').read_text()[-4000:]}"]}
+    return {"": [f"a rank ended early: {output[-4000:]}"]}
 
 
 def check(found: list[dict[str, list[str]]], scenario: str) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from asyncckpt.errors import UsageError
 from asyncckpt.guard import Guard, check_holds_none
-from tests.ranks.processes import REPOSITORY
+from tests.ranks.forked import REPOSITORY
 
 DEADLINE_S = 600.0
 # Locks that are no guards, and why.

@@ -1,21 +1,35 @@
-"""Ranks in processes of their own."""
+"""Ranks in processes of their own, each a module of the tests, forked from a server that has torch imported."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-# torch asks for the names of both ends of every connection; a name server that loses a question costs this much.
-NAME_SERVER_PATIENCE = "timeout:1 attempts:1"
+from tests.ranks.forked import REPOSITORY, fork_server
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A process, and the file that its output goes to."""
+
+    process: BaseProcess
+    output: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
 
 @dataclass(frozen=True)
@@ -26,53 +40,58 @@ class Ended:
     output: str
 
 
-def start_rank(module: str, arguments: Sequence[object], folder: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """Run a module of the tests as a process whose output goes to a file `output-<number>` in `folder`."""
-    number = len(list(folder.glob("output-*")))
-    with (folder / f"output-{number}").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            cwd=REPOSITORY,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(REPOSITORY),
-                "PYTHONFAULTHANDLER": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "TORCH_CPP_LOG_LEVEL": "FATAL",
-                "RES_OPTIONS": NAME_SERVER_PATIENCE,
-                **environment,
-            },
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    process.output = folder / f"output-{number}"  # type: ignore[attr-defined]
-    return process
+def start_rank(module: str, arguments: Sequence[object], folder: Path, **environment: str) -> Rank:
+    """Run a module of the tests as a program whose output goes to a file `output-<number>` in `folder`."""
+    output = folder / f"output-{len(list(folder.glob('output-*')))}"
+    output.touch()
+    ours = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | environment
+    words = [module, *map(str, arguments)]
+    process = fork_server().Process(target=_run, args=(words, ours, output), daemon=False)
+    process.start()
+    return Rank(process, output)
 
 
-def await_ranks(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[Ended]:
+def _run(words: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
+    """Be the rank, in a child of the server."""
+    import torch
+
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    faulthandler.enable()
+    os.chdir(REPOSITORY)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = list(words)
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # Which a child of the server leaves out.
+
+
+def await_ranks(ranks: Sequence[Rank], seconds: float) -> list[Ended]:
     """Wait for all; those that have not ended by then are asked for their stacks and killed."""
     until = time.monotonic() + seconds
     hung = set()
     try:
-        for process in processes:
-            try:
-                process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                hung.add(process.pid)
-                process.send_signal(signal.SIGABRT)  # faulthandler prints where it is.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(5)
+        for rank in ranks:
+            rank.process.join(max(0.0, until - time.monotonic()))
+            if rank.process.exitcode is None:
+                hung.add(rank.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGABRT)  # faulthandler prints where it is.
+                rank.process.join(5)
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
     return [
         Ended(
-            status=None if process.pid in hung else process.returncode,
-            output=process.output.read_text(errors="replace"),  # type: ignore[attr-defined]
+            status=None if rank.pid in hung else rank.process.exitcode,
+            output=rank.output.read_text(errors="replace"),
         )
-        for process in processes
+        for rank in ranks
     ]
 
 

@@ -18,7 +18,7 @@ from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.ranks import in_turn
 from asyncckpt.errors import FilterError
 from asyncckpt.storage import owner_lock
-from tests.ranks.processes import REPOSITORY
+from tests.ranks.forked import REPOSITORY
 
 RANKS = 4
 IN_TURN = asyncckpt.RankOptions(in_turn=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
-from tests.ranks.processes import NAME_SERVER_PATIENCE, REPOSITORY, free_port
+from tests.ranks.forked import NAME_SERVER_PATIENCE, REPOSITORY
+from tests.ranks.processes import free_port
 from tests.ranks.training import differences, image, load_whole, run_alone
 
 pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
