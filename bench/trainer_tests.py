@@ -1,43 +1,77 @@
-"""Lightning's own tests of checkpoints, with its own plugin and with AsyncCheckpointIO in its place.
+"""Tests of checkpoints of Lightning and of Hugging Face's Trainer themselves, with their own saving and with ours.
 
-    .venv-integrations/bin/python -m bench.lightning_tests <pytorch-lightning>/tests/tests_pytorch [file[::test] ...]
+    .venv-integrations/bin/python -m bench.trainer_tests lightning <pytorch-lightning>/tests/tests_pytorch [test ...]
+    .venv-integrations/bin/python -m bench.trainer_tests transformers <transformers>/tests/trainer [test ...]
 
-For whoever has a checkout of Lightning; the package that is installed is tested. The tests need cloudpickle,
-jsonargparse, tensorboard, omegaconf and scikit-learn. TorchCheckpointIO is replaced in every process by a sitecustomize
-module. The tests look at files and threads as soon as something was saved, so every save is waited for here, and
-`torch.load` reads our directories. Everything else is pytest's. Prints for each file how many pass with Lightning's own
-plugin, how many of these with ours, and why the others do not.
+For whoever has a checkout; the package that is installed is tested. A test is file, file::test or file::class::test.
+Lightning's need cloudpickle, jsonargparse, tensorboard, omegaconf and scikit-learn, those of Hugging Face datasets and
+parameterized, and what they ask of the hub fails with both. Prints for each file how many tests pass with the trainer's
+own saving, how many of these with ours, and why the others do not. In every process a sitecustomize module puts ours in
+their place:
+
+lightning      AsyncCheckpointIO where TorchCheckpointIO is made. The tests look at files and threads as soon as
+               something was saved, so every save is waited for, and a directory of ours is a file to them.
+               `torch.load` and `load_from_checkpoint` read it: people write `checkpoint_file(path)` there.
+transformers   our Trainer, with discard_newer=True, since the tests go back to older steps of a folder. They end by
+               looking for Hugging Face's files, which are not there; where they resume by a path, it has our step.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
 import threading
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-from bench.upstream_tests import prepared_environment, pytest_command
+from bench.upstream_tests import run_tests, table
 
-FILES = (
-    "checkpointing/test_model_checkpoint.py",
-    "checkpointing/test_trainer_checkpoint.py",
-    "checkpointing/test_checkpoint_callback_frequency.py",
-    "models/test_restore.py",
-    "trainer/connectors/test_checkpoint_connector.py",
-)
-TEST_SECONDS_MAX = 300
 THREAD_SECONDS_MAX = 30
-WHY_LENGTH_MAX = 160
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Where a trainer's tests of checkpoints are: files below a folder, and words of pytest's -k."""
+
+    replace: str
+    files: Sequence[str]
+    words: str = ""
+    options: Sequence[str] = ()
+
+
+SUITES = {
+    "lightning": Suite(
+        "replace_plugin",
+        (
+            "callbacks/test_model_checkpoint_additional_cases.py",
+            "callbacks/test_model_checkpoint_edge_cases.py",
+            "callbacks/test_model_checkpoint_manual_opt.py",
+            "callbacks/test_model_checkpoint_step_interval_val_metric.py",
+            "checkpointing/test_checkpoint_callback_frequency.py",
+            "checkpointing/test_model_checkpoint.py",
+            "checkpointing/test_trainer_checkpoint.py",
+            "core/test_saving.py",
+            "models/test_restore.py",
+            "plugins/test_checkpoint_io_plugin.py",
+            "trainer/connectors/test_checkpoint_connector.py",
+        ),
+        options=("--import-mode=prepend",),
+    ),
+    "transformers": Suite(
+        "replace_trainer",
+        ("test_trainer.py", "test_trainer_checkpointing.py", "test_trainer_jit_checkpoint.py"),
+        words="checkpoint or resum or save or best or interrupted or auto_batch",
+    ),
+}
 
 
 def replace_plugin() -> None:
     """Put ours where TorchCheckpointIO is made, in this process."""
     import lightning.fabric.strategies.strategy
+    import lightning.fabric.utilities.cloud_io
+    import lightning.pytorch.core.saving
     import lightning.pytorch.strategies.strategy
     import torch
 
@@ -54,61 +88,52 @@ def replace_plugin() -> None:
                 if thread.name.startswith("asyncckpt"):
                     thread.join(THREAD_SECONDS_MAX)
 
-    load = torch.load
+    def reading_directories(load: Any) -> Any:
+        def load_either(file: Any, *arguments: Any, **named: Any) -> Any:
+            if isinstance(file, str | os.PathLike) and os.path.isdir(file):
+                return Plugin().load_checkpoint(file)
+            return load(file, *arguments, **named)
 
-    def load_either(file: Any, *arguments: Any, **named: Any) -> Any:
-        if isinstance(file, str | os.PathLike) and os.path.isdir(file):
-            return Plugin().load_checkpoint(file)
-        return load(file, *arguments, **named)
+        return load_either
 
-    torch.load = load_either
+    isfile = os.path.isfile
+
+    def is_file_to_tests(path: Any) -> bool:
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        return isfile(path) or (
+            asked_by.startswith("tests_pytorch.") and os.path.isdir(os.path.join(path, "manifests"))
+        )
+
+    os.path.isfile = is_file_to_tests
+    torch.load = reading_directories(torch.load)
+    loading, saving = lightning.fabric.utilities.cloud_io, lightning.pytorch.core.saving
+    loading._load = saving.pl_load = reading_directories(loading._load)  # type: ignore[attr-defined]
     for module in (lightning.fabric.strategies.strategy, lightning.pytorch.strategies.strategy):
         module.TorchCheckpointIO = Plugin  # type: ignore[attr-defined]
 
 
-def run_tests(folder: Path, wanted: list[str], *, ours: bool) -> dict[str, tuple[str, str]]:
-    """Run tests; return what each did and why, by its file and name."""
-    code = "from bench.lightning_tests import replace_plugin\nreplace_plugin()\n" if ours else ""
-    with tempfile.TemporaryDirectory() as place, prepared_environment(code, folder.parent) as environment:
-        found = Path(place) / "found.xml"
-        options = [f"--timeout={TEST_SECONDS_MAX}", f"--junitxml={found}", "-o", "junit_family=xunit1", "-W", "ignore"]
-        options += ["-o", "addopts=", "--import-mode=prepend", f"--basetemp={place}/tests"]
-        command = pytest_command(folder.parent.parent, [str(folder / name) for name in wanted], *options)
-        command = [word for word in command if word not in ("-n", "0")]  # There is no xdist.
-        done = subprocess.run(command, cwd=place, env=environment, check=False, capture_output=True, text=True)
-        if not found.exists():
-            raise RuntimeError(f"the tests did not come to their end:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-        cases = list(ElementTree.parse(found).iter("testcase"))
-    return {f"{case.get('file', '').split('tests_pytorch/')[-1]}::{case.get('name')}": _outcome(case) for case in cases}
+def replace_trainer() -> None:
+    """Put our Trainer where Hugging Face's is, in this process."""
+    import transformers
+
+    from asyncckpt.integrations.transformers import CheckpointMixin
+
+    class Trainer(CheckpointMixin, transformers.Trainer):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, discard_newer=True, **named)
+
+    transformers.Trainer = transformers.trainer.Trainer = Trainer
 
 
-def _outcome(case: ElementTree.Element) -> tuple[str, str]:
-    for kind in ("failure", "error", "skipped"):
-        said = case.find(kind)
-        if said is not None:
-            return kind, " ".join((said.get("message") or "").split())[:WHY_LENGTH_MAX]
-    return "passed", ""
-
-
-def table(own: dict[str, tuple[str, str]], ours: dict[str, tuple[str, str]]) -> str:
-    """Return lines of text: a row for each file, and below it what passes with Lightning's own and fails with ours."""
-    passed = [test for test, (kind, _) in own.items() if kind == "passed"]
-    failed = {test: ours.get(test, ("failure", "did not run")) for test in passed}
-    failed = {test: outcome for test, outcome in failed.items() if outcome[0] != "passed"}
-    lines = ["| file | own | ours | neither counts |", "|---|---|---|---|"]
-    for file in [*sorted({test.split("::")[0] for test in own}), ""]:
-        kinds = Counter(kind for test, (kind, _) in own.items() if test.startswith(file))
-        ours_count = kinds["passed"] - sum(test.startswith(file) for test in failed)
-        neither = f"{kinds['failure'] + kinds['error']} fail, {kinds['skipped']} skipped"
-        lines.append(f"| {file or 'all'} | {kinds['passed']} | {ours_count} | {neither} |")
-    return "\n".join([*lines, "", *(f"{test}: {why}" for test, (_, why) in failed.items())])
-
-
-def main(folder: Path, wanted: list[str]) -> int:
-    own, ours = (run_tests(folder, wanted or list(FILES), ours=is_ours) for is_ours in (False, True))
+def main(name: str, folder: Path, wanted: Sequence[str]) -> int:
+    suite = SUITES[name]
+    tests = [folder / test for test in wanted or suite.files if (folder / test.split("::")[0]).exists()]
+    options = [*suite.options, *(["-k", suite.words] if suite.words and not wanted else [])]
+    code = f"from bench.trainer_tests import {suite.replace}\n{suite.replace}()\n"
+    own, ours = (run_tests(folder.parent.parent, tests, code if is_ours else "", *options) for is_ours in (False, True))
     print(table(own, ours))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]).resolve(), sys.argv[3:]))
