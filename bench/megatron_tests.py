@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench.megatron_rank import PORT, REPORT, WHOSE
-from bench.upstream_tests import prepared_environment, pytest_command
+from bench.upstream_tests import FOLDERS, prepared_environment, pytest_command
 
 # But for the processes that multiprocessing starts for itself alone.
 PREPARE = """
@@ -37,7 +36,6 @@ if not any("resource_tracker" in argument for argument in sys.orig_argv):
 """
 TEST_SECONDS_MAX = 600
 SESSION_SECONDS_MAX = 3 * 3600
-FOLDERS = re.compile(r"/[^\s:'\"]*/")  # Of absolute paths: they are this machine's.
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
     transformers    Trainer, CheckpointMixin, AsyncCheckpoint,      docs/transformers.md
                     export_pretrained
-    lightning       AsyncCheckpoint, AsyncCheckpointIO, Batches     docs/lightning.md
+    lightning       AsyncCheckpoint, AsyncCheckpointIO, Batches,    docs/lightning.md
+                    checkpoint_file
     accelerate      checkpointer                                    docs/lightning.md
     ray             checkpointer, report, saved_step                docs/lightning.md
     torchtitan      CheckpointManager, which needs nothing          docs/lightning.md

@@ -20,9 +20,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,174 +28,16 @@ import torch
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.checkpoints import list_steps
-from asyncckpt.commit.discover import committed_steps, read_head
-from asyncckpt.commit.root import open_root
-from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.errors import CheckpointError, IOFailedError, UsageError
+from asyncckpt.errors import CheckpointError, UsageError
+from asyncckpt.integrations.lightning_io import ROOT, AsyncCheckpointIO, check_no_url, checkpoint_file
 from asyncckpt.integrations.needed import needed
-from asyncckpt.integrations.synced import sync_path
-from asyncckpt.loader import Loader
-from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy
-from asyncckpt.saver import Saver
+from asyncckpt.options import KeepPolicy
 from asyncckpt.trainer_state import DataPosition, RngState
 
-__all__ = ["AsyncCheckpoint", "AsyncCheckpointIO", "Batches"]
+__all__ = ["AsyncCheckpoint", "AsyncCheckpointIO", "Batches", "checkpoint_file"]
 
 needed("lightning", "lightning")
 _callbacks = needed("lightning.pytorch.callbacks", "lightning")
-_io = needed("lightning.fabric.plugins", "lightning")
-_NAMED_STEP = re.compile(r"step=(\d+)")
-_ROOT = "checkpoint"
-_MADE_HERE = {"made_by": "AsyncCheckpointIO"}
-
-
-class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
-    """Save and load Lightning's checkpoints; every path is a checkpoint directory. See above.
-
-    options    further arguments of the Savers, by name
-
-    A path is there once its checkpoint is durable; until then it is called `.NAME.saving`. One that is saved again
-    keeps its old checkpoint until the new one is durable, and what is to be removed stays until everything before it is
-    durable. The error of a save is raised by the next call, or by `teardown`.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self._options = {"on_busy": "queue", "keep": 1, **options}
-        self._open: dict[str, _Saving] = {}
-        self._to_remove: list[str] = []
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
-        """Capture a checkpoint; it is written in the background. UsageError for a directory made by others."""
-        if storage_options is not None:
-            raise UsageError("there are no storage options here", found=storage_options, hint="AsyncCheckpointIO(...)")
-        self._settle()
-        self._keep(_entry(path))
-        key = os.path.realpath(path)
-        self._keep(key)
-        if key in self._open:
-            self._finish(key)
-        _check_own(key)
-        self._open[key] = _Saving(key, {_ROOT: checkpoint}, self._options)
-
-    def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Return a checkpoint: the newest step of a directory, or the one that `.../step=20` names."""
-        key = os.path.realpath(path)
-        if key in self._open:
-            self._finish(key)
-        step, named = None, _NAMED_STEP.fullmatch(os.path.basename(key))
-        if named is not None and not os.path.lexists(key):
-            key, step = os.path.dirname(key), int(named[1])
-        if os.path.isfile(key):
-            theirs: dict[str, Any] = torch.load(key, map_location=map_location, weights_only=weights_only is not False)
-            return theirs
-        if not os.path.exists(key):  # As Lightning says it, since its callers may catch it.
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        tree = Loader(key, step=step).load().tree
-        assert isinstance(tree, dict)
-        found: dict[str, Any] = tree[_ROOT]
-        return found
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, or a link to one alone, once everything that was saved before is durable."""
-        self._to_remove.append(_entry(path))
-        self._settle()
-
-    def teardown(self) -> None:
-        """Wait until everything is durable, and remove what is to be removed."""
-        for key in list(self._open):
-            self._finish(key)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Close what is durable by now; remove what is to be removed if nothing is in flight."""
-        for key in [key for key, saving in self._open.items() if saving.is_done]:
-            self._finish(key)
-        while self._to_remove and not self._open:
-            key = self._to_remove.pop(0)
-            if os.path.isdir(key) and not os.path.islink(key):
-                shutil.rmtree(key)
-            elif os.path.lexists(key):
-                os.remove(key)
-
-    def _keep(self, key: str) -> None:
-        """Let what is about to be saved again not be removed behind that. A link that was to go goes now."""
-        if key in self._to_remove:
-            self._to_remove = [other for other in self._to_remove if other != key]
-            if os.path.islink(key):
-                os.remove(key)
-
-    def _finish(self, key: str) -> None:
-        try:
-            self._open.pop(key).finish()
-        except BaseException:
-            self._to_remove.clear()  # Nothing goes that the failed one was to replace.
-            raise
-
-
-def _entry(path: str | os.PathLike[str]) -> str:
-    """Return where a path itself is, be it a link."""
-    folder, name = os.path.split(os.path.abspath(path))
-    return os.path.join(os.path.realpath(folder), name)
-
-
-def _check_own(path: str) -> None:
-    """Refuse a directory with anything else than what this class saves, which a save might remove."""
-    if not os.path.isdir(path) or not os.listdir(path):
-        return
-    is_ours = os.path.isdir(os.path.join(path, "manifests"))
-    if is_ours:
-        with open_root(Path(path)) as root:
-            is_ours = all(read_head(root, step).metadata == _MADE_HERE for step in committed_steps(root))
-    if not is_ours:
-        raise UsageError(f"{path!r} was not made by AsyncCheckpointIO", hint="save to a path of its own")
-
-
-class _Saving:
-    """One save to a path, which gets its name when the save is durable, whoever waits for it."""
-
-    def __init__(self, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        folder, name = os.path.split(path)
-        self._path = path
-        self._temporary = path if os.path.isdir(path) else os.path.join(folder, f".{name}.saving")
-        self._named = threading.Event()
-        self._error: OSError | None = None
-        self._saver = Saver(0, 1, path=self._temporary, tensors=state, **options)
-        try:
-            self._future = self._saver.save_async(metadata=_MADE_HERE)
-        except BaseException:
-            self._saver.close()
-            raise
-        self._future.add_done_callback(self._give_name)
-
-    @property
-    def is_done(self) -> bool:
-        return self._named.is_set()
-
-    def finish(self) -> None:
-        """Wait until it is durable and has its name; raise its error."""
-        try:
-            self._future.result(SAVE_DEADLINE_S)
-            self._named.wait(SAVE_DEADLINE_S)
-        finally:
-            self._saver.close()
-        if self._error is not None:
-            raise IOFailedError(f"{self._path!r} did not get its name: {self._error}", errno=self._error.errno)
-
-    def _give_name(self, future: SaveFuture) -> None:
-        try:
-            if future.exception() is None and self._temporary != self._path:
-                if os.path.isfile(self._path):
-                    os.remove(self._path)  # One of torch.save, which Lightning would overwrite.
-                os.rename(self._temporary, self._path)
-                sync_path(os.path.dirname(self._path))
-        except OSError as error:
-            self._error = error
-        finally:
-            self._named.set()
 
 
 class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, name-defined]
@@ -224,6 +63,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         keep: int | None = None,
         checkpointing: Mapping[str, Any] | None = None,
     ) -> None:
+        check_no_url(dirpath)
         super().__init__(os.fspath(dirpath), filename="newest")
         if every_n_train_steps is None and monitor is None:
             raise UsageError("nothing says when to save", hint="give every_n_train_steps, or a monitor")
@@ -247,8 +87,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
     @property
     def ckpt_path(self) -> str | None:
         """What ckpt_path="last" means."""
-        manifests = Path(self.dirpath, "manifests")
-        return str(self.dirpath) if manifests.is_dir() and list_steps(self.dirpath) else None
+        return str(self.dirpath) if self._steps() else None
 
     @property
     def best_model_path(self) -> str:
@@ -272,6 +111,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self._positions = fit_loop.get("combined_loader", [])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._check_newest(trainer.global_step)
         # Lightning sets positions in the middle of an epoch alone, and would begin with the first epoch's order.
         loaders = trainer.fit_loop._combined_loader.flattened
         for loader, position in zip(filter(_has_position, loaders), self._positions, strict=False):
@@ -281,7 +121,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         if keep is not None and self.monitor is not None:
             best = {"best": 1, "metric": self.monitor, "mode": self.mode}
             self._checkpointing.setdefault("keep", KeepPolicy(latest=keep, **best))  # type: ignore[arg-type]
-        arguments = {"every": math.inf, "keep": keep, **self._checkpointing, _ROOT: _Dumped(trainer)}
+        arguments = {"every": math.inf, "keep": keep, **self._checkpointing, ROOT: _Dumped(trainer)}
         checkpointer = Checkpointer(self.dirpath, **arguments)
         self._noted_step = trainer.global_step
         self._checkpointer = checkpointer.__enter__()
@@ -325,6 +165,18 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self._end(None)
 
     # How it is done.
+
+    def _steps(self) -> list[int]:
+        return list_steps(self.dirpath) if Path(self.dirpath, "manifests").is_dir() else []
+
+    def _check_newest(self, step: int) -> None:
+        newest = max(self._steps(), default=step)
+        if step < newest:
+            raise UsageError(
+                f"{self.dirpath!r} holds newer steps than step {step}, which this fit would go on from",
+                found=f"step {newest}",
+                hint=f"asyncckpt.checkpoints.remove_after(path, {step}) removes them; or give another directory",
+            )
 
     def _note(self, step: int, *, save: bool, score: float = math.nan) -> None:
         assert self._checkpointer is not None

@@ -23,10 +23,10 @@ class TrainerValues:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        state = dataclasses.asdict(trainer.state)
-        state["stateful_callbacks"] = _callbacks_states([*trainer.callback_handler.callbacks, trainer.control])
+        # The run's own state shows the last save's, as with Trainer._save_checkpoint.
+        trainer.state.stateful_callbacks = _callbacks_states([*trainer.callback_handler.callbacks, trainer.control])
         return {
-            "json": json.dumps(state, indent=2, sort_keys=True),
+            "json": json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True),
             "loss_since_log": float(getattr(trainer, "_tr_loss", 0.0)),  # A load asks before the loop has begun, too.
             "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
         }

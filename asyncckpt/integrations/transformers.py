@@ -48,7 +48,7 @@ from asyncckpt.options import KeepPolicy
 
 __all__ = ["AsyncCheckpoint", "CheckpointMixin", "Trainer", "export_pretrained"]
 
-transformers = needed("transformers", "transformers")
+transformers = needed("transformers", "transformers", at_least="5.3")  # Since then the loss can be resumed.
 _STATE_FILE = "trainer_state.json"
 _FOLDER = "checkpoints"
 _NAMED_STEP = re.compile(r"checkpoint-(\d+)")

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import lightning.pytorch as pl
 import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.integrations.lightning import AsyncCheckpoint, AsyncCheckpointIO
+from asyncckpt.integrations.lightning import AsyncCheckpoint, AsyncCheckpointIO, checkpoint_file
 from tests.integrations.jobs import differences, run_job
 from tests.integrations.lightning_job import STEPS, Model, batches, held_out, trainer
 
@@ -54,6 +55,79 @@ def test_the_best_step_is_kept_tested_and_resumed_from(tmp_path: Path) -> None:
     assert tested["val_loss"] == saved.best_model_score
     best = asyncckpt.load(tmp_path, saved.best_step)["checkpoint"]["state_dict"]
     assert all(torch.equal(best[name], tensor) for name, tensor in other.state_dict().items())
+
+
+class _Named(Model):
+    """Keeps its arguments in the checkpoint, and says what it is tested with."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("tested", self.net(batch).mean())
+
+
+def _tested(running: pl.Trainer, path: object) -> float:
+    [found] = running.test(_Named(), held_out(), ckpt_path=path, verbose=False)
+    return float(found["tested"])
+
+
+def test_lightnings_switches_take_a_step_the_newest_and_the_best(tmp_path: Path) -> None:
+    saved = AsyncCheckpoint(tmp_path / "run", every_n_train_steps=5, monitor="val_loss")
+    running = trainer(tmp_path, saved)
+    running.fit(_Named(), batches(), held_out())
+    assert saved.best_step is not None
+    newest, tenth = _tested(running, tmp_path / "run"), _tested(running, tmp_path / "run" / "step=10")
+    assert newest != tenth
+    assert _tested(running, "last") == newest
+    assert _tested(running, "best") == _tested(running, saved.best_model_path)
+    other = AsyncCheckpoint(tmp_path / "other", every_n_train_steps=5)
+    trainer(tmp_path, other).fit(_Named(), batches(), held_out(), ckpt_path=tmp_path / "run" / "step=10")
+    assert asyncckpt.list_steps(tmp_path / "other") == [15, 20]
+
+
+def test_a_fit_behind_an_older_step_of_its_directory_is_refused_before_it_trains(tmp_path: Path) -> None:
+    arguments = {"model": _Named(), "train_dataloaders": batches(), "ckpt_path": tmp_path / "run" / "step=10"}
+    saved = AsyncCheckpoint(tmp_path / "run", every_n_train_steps=5)
+    trainer(tmp_path, saved).fit(_Named(), batches())
+    running = trainer(tmp_path, AsyncCheckpoint(tmp_path / "run", every_n_train_steps=5))
+    with pytest.raises(asyncckpt.UsageError, match=r"newer steps than step 10.*found 'step 20' .*remove_after"):
+        running.fit(**arguments)
+    assert (running.global_step, asyncckpt.list_steps(tmp_path / "run")) == (10, [5, 10, 15, 20])
+    asyncckpt.checkpoints.remove_after(tmp_path / "run", 10)
+    trainer(tmp_path, AsyncCheckpoint(tmp_path / "run", every_n_train_steps=4)).fit(**arguments)
+    assert asyncckpt.list_steps(tmp_path / "run") == [5, 10, 12, 16, 20]
+
+
+def test_paths_of_model_checkpoint_are_tested_and_resumed_with_the_plugin_alone(tmp_path: Path) -> None:
+    own = pl.callbacks.ModelCheckpoint(tmp_path / "run", monitor="val_loss", save_last=True)
+    running = trainer(tmp_path, own, plugins=[AsyncCheckpointIO()])
+    running.fit(_Named(), batches(), held_out())
+    assert _tested(running, "best") == _tested(running, own.best_model_path)
+    assert _tested(running, "last") == _tested(running, tmp_path / "run" / "last.ckpt")
+    more = trainer(tmp_path, plugins=[AsyncCheckpointIO()], max_epochs=3)
+    more.fit(_Named(), batches(), held_out(), ckpt_path=own.best_model_path)
+    assert more.global_step == 30
+    with pytest.raises(IsADirectoryError):  # Lightning's own plugin reads files.
+        _tested(trainer(tmp_path), own.best_model_path)
+
+
+def test_load_from_checkpoint_takes_a_file_of_a_checkpoint(tmp_path: Path) -> None:
+    saved = AsyncCheckpoint(tmp_path / "run", every_n_train_steps=5)
+    own = pl.callbacks.ModelCheckpoint(tmp_path / "own")
+    running = trainer(tmp_path, saved, own)
+    running.fit(_Named(width=7), batches())
+    newest = asyncckpt.load(tmp_path / "run")["checkpoint"]["state_dict"]
+    for path in (tmp_path / "run", tmp_path / "run" / "step=20", own.best_model_path):
+        found = _Named.load_from_checkpoint(checkpoint_file(path))
+        assert found.hparams["width"] == 7
+        assert all(torch.equal(newest[name], tensor) for name, tensor in found.state_dict().items())
+        with pytest.raises(OSError, match="directory"):  # It opens its path itself: no plugin is asked.
+            _Named.load_from_checkpoint(path)
+    tenth = _Named.load_from_checkpoint(checkpoint_file(tmp_path / "run" / "step=10"), width=9)
+    assert tenth.hparams["width"] == 9
+    assert not torch.equal(tenth.net[0].weight, newest["net.0.weight"])
 
 
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -189,6 +263,21 @@ def test_lightnings_own_files_are_read(tmp_path: Path) -> None:
 def test_a_path_that_is_not_there_is_refused_as_by_lightning(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         AsyncCheckpointIO().load_checkpoint(tmp_path / "nothing")
+
+
+def test_a_url_is_refused_and_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plugin, url = AsyncCheckpointIO(), "s3://bucket/last.ckpt"
+    for call in (
+        lambda: plugin.save_checkpoint({"x": torch.ones(1)}, url),
+        lambda: plugin.load_checkpoint(url),
+        lambda: plugin.remove_checkpoint(url),
+        lambda: AsyncCheckpoint(url, every_n_train_steps=1),
+    ):
+        with pytest.raises(asyncckpt.UsageError, match="is a URL"):
+            call()
+    plugin.teardown()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:

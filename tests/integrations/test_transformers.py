@@ -50,6 +50,14 @@ def test_the_callback_alone_resumes_bit_for_bit_too(tmp_path: Path) -> None:
     assert differences(whole, *parts, term[0], last) == {}
 
 
+def test_callbacks_of_a_resumed_run_end_in_the_state_of_an_undisturbed_one(tmp_path: Path) -> None:
+    whole, resumed = trainer(tmp_path / "whole"), trainer(tmp_path / "resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-8"))
+    assert resumed.state.global_step == whole.state.global_step
+    assert resumed.state.stateful_callbacks == whole.state.stateful_callbacks
+
+
 def test_the_callback_takes_the_trainer_that_it_is_given_to(tmp_path: Path) -> None:
     class Other(Trainer):
         pass

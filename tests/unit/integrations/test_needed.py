@@ -45,6 +45,14 @@ def test_what_a_library_lacks_itself_is_not_hidden(tmp_path, monkeypatch: pytest
         needed("half_a_library", "half-a-library")
 
 
+def test_a_library_that_is_too_old_is_refused_with_its_version() -> None:
+    with pytest.raises(
+        asyncckpt.UnsupportedError, match=r"needs numpy 99.1 or newer, found '.*pip install 'numpy>=99.1'"
+    ):
+        needed("numpy", "numpy", at_least="99.1")
+    assert needed("numpy", "numpy", at_least="1.9").__name__ == "numpy"  # Numbers are compared: 1.26 is newer.
+
+
 def test_nothing_of_them_is_imported_with_asyncckpt() -> None:
     program = "import asyncckpt.integrations, sys; asyncckpt.Checkpointer; asyncckpt.load; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
