@@ -176,12 +176,6 @@ class Transaction:
             made = begin_attempt(commits.root, claim, goes_on=goes_on, durable=commits.durable)
         return Transaction(commits, claim, *made)
 
-    @property
-    def folder(self) -> Directory:
-        """The attempt's folder on a disk."""
-        assert isinstance(self.place, Directory)
-        return self.place
-
     def head(self, **facts: Any) -> ManifestHead:
         """Return the head of the manifest: these facts, and what is the same for all."""
         usual: dict[str, Any] = {
