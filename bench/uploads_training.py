@@ -14,8 +14,8 @@ or the sender lacks on a core.
 
 Expected, before measuring: on one core, a little more than a local save loses, for each second that the sender takes
 beside the server; on all cores, the CPU of server and sender divided by the cores, whoever sends. Measured: the server
-takes seven to ten seconds of a core per GiB, ten times what our senders take, so without a core of its own it is all that is
-seen.
+takes seven to ten seconds of a core per GiB, ten times what our senders take: without a core of its own, that is all
+that is seen.
 """
 
 from __future__ import annotations
