@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import open_root
 from asyncckpt.engine.compact.run_compaction import run_compaction
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, rewriters
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import ConflictError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
+from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import SAVE_DEADLINE_S, SaveOptions
 from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 
 
 @uninterrupted
@@ -29,10 +29,11 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     until the new checkpoint is durable; needs about 300 MiB for chunks and windows, and 8 to 24 bytes per row of the
     largest table.
 
-    Raises ConflictError while another process writes to the directory: use the `compact` of its Saver. Also
-    NotFoundError, CorruptError, IncompatibleError, UnsupportedError, IndeterminateError, IOFailedError, UsageError.
+    Raises ConflictError while another process writes to the directory: use the `compact` of its Saver. Nobody sees that
+    in a store: there it may run beside a Saver, and raises where that removes the step meanwhile. Also NotFoundError,
+    CorruptError, IncompatibleError, UnsupportedError, IndeterminateError, IOFailedError, UsageError.
     """
-    checked = check_path(path)
+    checked = check_place(path)
     step = check_step(step)
     progress = Progress()
     check_may_wait("a compaction")
@@ -40,9 +41,9 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     return result_or_end(future, "a compaction", SAVE_DEADLINE_S, progress.cancel)
 
 
-def _compact(path: Path, step: int | None, progress: Progress) -> SaveResult:
+def _compact(path: Place, step: int | None, progress: Progress) -> SaveResult:
     options = SaveOptions()
-    with CheckpointRoot.for_reading(path) as root, contextlib.ExitStack() as held:
+    with open_root(path) as root, contextlib.ExitStack() as held:
         try:
             commits = held.enter_context(held_directory(root, options.durability))
         except ConflictError as error:

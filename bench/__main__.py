@@ -273,12 +273,19 @@ def compaction(
 
 @application.command()
 def uploads(
-    gib: Gib = 1.0, rounds: Rounds = 5, directory: Directory = None, out: Out = None, smoke: Smoke = False
+    gib: Gib = 1.0,
+    rounds: Rounds = 5,
+    training: Annotated[bool, typer.Option("--training", help="what training loses meanwhile, beside others")] = False,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
 ) -> None:
     """Uploads to an object store and loads from it, beside obstore's own. Not part of `all`."""
     from bench.uploads import run_uploads  # With a server, which is not everywhere.
+    from bench.uploads_training import run_uploads_training
 
-    run_uploads(gib=gib, rounds=rounds, directory=directory, out=_out(out, "uploads", smoke), smoke=smoke)
+    run, name = (run_uploads_training, "uploads-training") if training else (run_uploads, "uploads")
+    run(gib=gib, rounds=rounds, directory=directory, out=_out(out, name, smoke), smoke=smoke)
 
 
 @application.command()

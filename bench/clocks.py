@@ -39,11 +39,16 @@ def _children_seconds() -> float:
     total = times.children_user + times.children_system  # of those that have ended
     for child in _children(os.getpid()):
         try:
-            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            total += process_seconds(child)
         except (FileNotFoundError, ProcessLookupError):
             continue
-        total += (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
     return total
+
+
+def process_seconds(pid: int) -> float:
+    """Return the CPU seconds of another process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
 def resident_bytes(pid: int) -> int:

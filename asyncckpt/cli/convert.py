@@ -56,7 +56,9 @@ def add_commands(commands: Commands) -> None:
         f"As a step of a directory of asyncckpt, which is made when it is missing. SOURCE stays as it is. {_DESCRIBED}."
     )
     made = commands.add("import", import_, "make a checkpoint of what another library wrote", more, directory=False)
-    _add_arguments(made, source="the directory or file of the other library", target="a checkpoint directory")
+    _add_arguments(
+        made, source="the directory or file of the other library", target="a checkpoint directory, or its URL"
+    )
     default = "one more than the newest; recis: of SOURCE's name"
     made.add_argument("--step", metavar="STEP", type=natural, help=f"which step it becomes; default: {default}")
     more = f"The newest step, or --step. TARGET must not exist, and is there all at once. {_DESCRIBED}."

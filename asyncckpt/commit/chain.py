@@ -92,8 +92,9 @@ class KnownChain:
         first that is full by now. Raises ConflictError where one is gone. It reads no file, so it may run in a call, on
         any rank; `check` sees to the rest when the delta is published.
         """
-        if isinstance(self._root, StoreRoot):  # A call does not wait for answers, and nothing is compacted there.
-            return [None for _ in parents]
+        if isinstance(self._root, StoreRoot):  # A call does not wait for answers: it knows of the last look alone.
+            compacted = [self._root.remembered.exists(compacted_manifest_name(parent.step)) for parent in parents]
+            return [None] * (compacted.index(True) + 1 if True in compacted else len(parents))
         found: list[ManifestHead | None] = []
         for parent in parents:
             is_end, head = self._look_at(parent, parents[0])

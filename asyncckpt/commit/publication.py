@@ -23,7 +23,7 @@ from typing import IO, Protocol
 from aiofiles.threadpool import wrap
 
 from asyncckpt import system
-from asyncckpt.commit.claims import step_exists
+from asyncckpt.commit.claims import Claim, step_exists
 from asyncckpt.commit.discover import is_committed
 from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, IOFailedError
@@ -192,12 +192,13 @@ def folder_removed(folder: Directory | StoreFolder, what: str) -> ConflictError:
 
 
 def begin_attempt(
-    root: WriteRoot, attempt: Attempt, *, goes_on: bool, durable: bool
+    root: WriteRoot, claim: Claim, *, goes_on: bool, durable: bool
 ) -> tuple[Directory | StoreFolder, Publication]:
     """Make the attempt's folder, durable in data/, and what publishes it. The folder must be new, unless `goes_on`."""
+    attempt = claim.attempt
     if isinstance(root, StoreRoot):
         root.remembered.look()
-        if is_committed(root.in_calls, attempt.step):
+        if claim.kind == "save" and is_committed(root.in_calls, attempt.step):
             raise step_exists(root, attempt.step)
         return root.data.child(attempt.directory), ObjectPublication(root, attempt)
     is_there = goes_on and root.data.has_folder(attempt.directory)

@@ -187,17 +187,6 @@ def open_root(place: Place) -> WriteRoot:
     return CheckpointRoot.for_reading(place)
 
 
-def on_disk(root: WriteRoot, what: str) -> CheckpointRoot:
-    """Return the root of a directory on a disk; UnsupportedError in a store. what: would be done there."""
-    if isinstance(root, CheckpointRoot):
-        return root
-    raise UnsupportedError(
-        f"{what} needs a directory on a disk",
-        found=str(root.path),
-        hint=f"save to a disk, and upload what is saved: Saver(path=..., upload={str(root.path)!r})",
-    )
-
-
 def check_store(store: ObjectStore) -> None:
     """Check that a store can be written to, and that its conditional PUT replaces nothing.
 

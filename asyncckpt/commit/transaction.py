@@ -53,9 +53,9 @@ from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
 from asyncckpt.commit.sweep import sweep
 from asyncckpt.commit.upload_marks import mark_upload, unmark_upload
-from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
-from asyncckpt.format.names import Attempt, compacted_manifest_name
+from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 from asyncckpt.format.write_manifest import written_digest
 from asyncckpt.model.event import NOT_RECORDED, Recorder
 from asyncckpt.options import KeepPolicy
@@ -173,14 +173,8 @@ class Transaction:
         with recorder.span("begin"):
             if claim.kind == "save":
                 commits.sweep()
-            made = begin_attempt(commits.root, claim.attempt, goes_on=goes_on, durable=commits.durable)
+            made = begin_attempt(commits.root, claim, goes_on=goes_on, durable=commits.durable)
         return Transaction(commits, claim, *made)
-
-    @property
-    def folder(self) -> Directory:
-        """The attempt's folder on a disk."""
-        assert isinstance(self.place, Directory)
-        return self.place
 
     def head(self, **facts: Any) -> ManifestHead:
         """Return the head of the manifest: these facts, and what is the same for all."""
@@ -291,7 +285,12 @@ class Transaction:
         if self._root.manifests.exists(compacted_manifest_name(head.step)):
             raise step_exists(self._root, head.step)
         if head.replaces is not None and read_manifest(self._root, head.step).digest != head.replaces:
-            raise ConflictError(f"step {head.step} of {str(self._root.path)!r} was rewritten while it was compacted")
+            raise self._rewritten()
+
+    def _rewritten(self) -> ConflictError:
+        return ConflictError(
+            f"step {self.attempt.step} of {str(self._root.path)!r} was rewritten while it was compacted"
+        )
 
     def _check_stays(self, head: ManifestHead) -> None:
         """Check that all files are there, and what a delta builds upon, down to a full one; and that all stays."""
@@ -337,6 +336,17 @@ class Transaction:
     def _check_after(self, head: ManifestHead) -> None:
         self._publication.check_place(self._what)
         self._check_stays(head)
+        if head.replaces is not None:
+            self._check_replaced(head, head.replaces)
+
+    def _check_replaced(self, head: ManifestHead, digest: str) -> None:
+        """Take a compaction back that stands beside another checkpoint of its step, which somebody without LOCK has
+        removed and saved anew right before the commit. ConflictError.
+        """
+        with contextlib.suppress(NotFoundError):  # Retention may have what it stands for at once.
+            if self._commits.heads.of(manifest_name(head.step)).digest != digest:
+                self._root.manifests.remove_file(head.file_name)
+                raise self._rewritten()
 
     def _doubt(self, name: str, error: Exception) -> InDoubt:
         step = self.attempt.step

@@ -1,7 +1,7 @@
 """The attempt of a DCP save: the coordinator makes and commits it, and the other ranks get a reference to it.
 
-1. `begin`: open the directory and take its lock, sweep what failed saves left, choose the step, make the attempt's
-   folder. Every rank then writes its files into it.
+1. `begin`: open the directory and take its lock, sweep what failed saves left (in a store there is no lock, and nothing
+   is swept), choose the step, make the attempt's folder. Every rank then writes its files into it.
 2. `commit`: publish the manifest that all parts make up. Then old checkpoints go, on a thread of their own, which keeps
    the directory and its lock until it has ended.
 3. `close`, in any case: without a commit, the folder is removed.
@@ -22,17 +22,16 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background, short_handovers
-from asyncckpt.engine.process.held_directory import held_directory, start_retention
+from asyncckpt.engine.process.held_directory import commits_of, start_retention
 from asyncckpt.engine.process.save_lock import save_lock
+from asyncckpt.engine.ranks.open_directory import open_alone
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.store_url import Place
 from asyncckpt.options import BusyPolicy, SaveOptions
@@ -49,12 +48,14 @@ def save_lock_held(kind: Literal["save", "load"], path: Place, step: int | None)
 class CoordinatedAttempt:
     """An attempt under way, with its open directory and lock; see above."""
 
-    def __init__(self, path: Path, step: int | None, options: SaveOptions) -> None:
+    def __init__(self, path: Place, step: int | None, options: SaveOptions) -> None:
         """Begin. UsageError, ConflictError for a step that exists or a directory that another process writes to."""
         self._options = options
         with contextlib.ExitStack() as held:
-            self.root = held.enter_context(CheckpointRoot.for_writing(path))
-            self._commits = held.enter_context(held_directory(self.root, options.durability))
+            opened = open_alone(path, exact_modes=False)
+            held.callback(opened.close)
+            self.root = opened.root
+            self._commits = commits_of(self.root, opened.lock, options.durability)
             with save_lock_held("save", self.root.path, step):
                 self._claim = held.enter_context(claims.save(self.root, step))
                 self.transaction = held.enter_context(Transaction.begin(self._commits, self._claim))

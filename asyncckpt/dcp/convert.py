@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from asyncckpt.arguments import check_type
 from asyncckpt.commit.new_entry import NewEntry, check_is_free
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import open_root
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
 from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
 from asyncckpt.dcp.distcp_files import ChunkSource, DcpFiles
@@ -37,6 +37,7 @@ from asyncckpt.dcp.reader import StorageReader
 from asyncckpt.dcp.stored import check_keys
 from asyncckpt.dcp.writer import check_whole
 from asyncckpt.engine.load.verify import verify as verify_step
+from asyncckpt.engine.process.background import senders
 from asyncckpt.engine.save.box_files import BoxPlan, stream_boxes
 from asyncckpt.errors import CheckpointError, CorruptError, UnsupportedError, UsageError, warn
 from asyncckpt.format.dtypes import dtype_by_name
@@ -88,7 +89,7 @@ def import_checkpoint(
     """
     check_type("verify", verify, bool)
     options = SaveOptions(durability=durability, parallel=parallel)
-    source, target = check_path(dcp_dir), check_path(path)
+    source, target = check_path(dcp_dir), check_place(path)
     found = run_import(source, target, check_step(step), options, Progress(), Names(), verify=verify)
     assert found.step is not None
     return found.step
@@ -97,7 +98,7 @@ def import_checkpoint(
 @uninterrupted
 def run_import(
     source: Path,
-    path: Path,
+    path: Place,
     step: int | None,
     options: SaveOptions,
     progress: Progress,
@@ -110,13 +111,13 @@ def run_import(
     with closing(OpenDcp(source, options, names)) as found:
         with closing(CoordinatedAttempt(path, step, options)) as attempt:
             progress.bytes_expected = found.facts().bytes * (2 if verify else 1)
-            target = ShardTarget(attempt.transaction.folder, attempt.attempt, options, progress)
+            target = ShardTarget(attempt.transaction.place, attempt.attempt, options, progress, sender=senders)
             with save_lock_held("save", attempt.root.path, attempt.attempt.step):
                 written, digests = stream_boxes(found.plan, found.sources(), target)
             head = attempt.transaction.head(files=written, values=tuple(found.values))
             attempt.commit(Draft(head, found.plan.body, digests))
         if verify:
-            with CheckpointRoot.for_reading(path) as root:
+            with open_root(path) as root:
                 verify_step(root, attempt.attempt.step, progress=progress)
         bytes = sum(file.bytes for file in written)
         seconds = time.perf_counter() - begun

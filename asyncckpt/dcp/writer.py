@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
@@ -31,13 +30,14 @@ from torch.futures import Future
 
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.proof import Draft, body_structure
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
 from asyncckpt.dcp.attempt import AttemptRef, CoordinatedAttempt, receive_ref, save_lock_held, take_newest_ref
 from asyncckpt.dcp.planned_data import encode_values, tensors_of
 from asyncckpt.dcp.rank_part import SentPart, part_plans
 from asyncckpt.dcp.save_planner import SavePlanner as OwnSavePlanner
 from asyncckpt.dcp.stager import AsyncStager
 from asyncckpt.dcp.stored import DCP_VERSION
+from asyncckpt.engine.process.background import senders
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.save.box_files import write_boxes
 from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
@@ -46,11 +46,15 @@ from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.native import Progress
 from asyncckpt.options import DeviceOptions, Durability, KeepPolicy, SaveOptions
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import Directory, check_path
+from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.folder import check_place
+from asyncckpt.storage.object_store import ObjectStore
+from asyncckpt.storage.store_folder import StoreFolder
 
 PART_INDEX = MetadataIndex("asyncckpt.part")
 
@@ -59,7 +63,7 @@ PART_INDEX = MetadataIndex("asyncckpt.part")
 class _Saving:
     """One save of one writer, in the thread that makes it. is_begun: it is set up, not just sent to a directory."""
 
-    path: Path
+    path: Place
     is_begun: bool
     local: list[WriteItem] | None = None
     attempt: CoordinatedAttempt | None = None
@@ -77,8 +81,8 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         dcp.save(state_dict, storage_writer=asyncckpt.dcp.StorageWriter("ckpt"))
         dcp.async_save(state_dict, storage_writer=asyncckpt.dcp.StorageWriter("ckpt"))
 
-    path                 the directory, the same for all ranks, on a file system that they share; missing folders are
-                         made
+    path                 the directory, the same for all ranks, on a file system that they share or in an object store
+                         ("s3://..."); missing folders are made
     step                 None: one more than the newest in the directory. A step that exists is a ConflictError: steps
                          are never overwritten
     durability           "fsync": the save returns when the checkpoint survives a loss of power. "none": nothing is
@@ -90,8 +94,8 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     device               as of an AsyncStager
 
     `dcp.async_save` stages with the writer itself (see AsyncStager) unless another stager is given. The coordinator
-    holds the directory's lock from its plan to the commit. A writer may be used for many saves, also at once from
-    several threads. Source of the interface: torch.distributed.checkpoint.StorageWriter.
+    holds the directory's lock from its plan to the commit; a store has none. A writer may be used for many saves, also
+    at once from several threads. Source of the interface: torch.distributed.checkpoint.StorageWriter.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     ) -> None:
         AsyncStager.__init__(self, host_memory_limit=host_memory_limit, device=device)
         step = check_step(step)
-        self._path = check_path(path)
+        self._path = check_place(path)
         self._step = step
         self._options = SaveOptions(
             parallel=parallel,
@@ -126,7 +130,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it can name a directory."""
         try:
-            check_path(checkpoint_id)
+            check_place(checkpoint_id)
         except UsageError:
             return False
         return True
@@ -138,7 +142,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save into another directory from now on, if one is named; a save that is under way keeps its own."""
         if checkpoint_id is not None:
-            self._path = path = check_path(checkpoint_id)
+            self._path = path = check_place(checkpoint_id)
             self.close()
             _savings()[self] = _Saving(path, is_begun=False)
 
@@ -206,7 +210,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         values = tuple(encode_values(part.values, plan, planner))
         tensors = tensors_of(part.items, planner)
         with save_lock_held("save", saving.path, ref.attempt.step), _folder_of(saving, ref) as folder:
-            target = ShardTarget(folder, ref.attempt, self._options, Progress())
+            target = ShardTarget(folder, ref.attempt, self._options, Progress(), sender=senders)
             files, digests = write_boxes(part.boxes, tensors, target)
             if ref.rank and self._options.durability == "fsync":
                 folder.sync()  # Rank 0 does so when it commits.
@@ -258,15 +262,17 @@ def local_items(planner: SavePlanner) -> list[WriteItem]:
 
 
 @contextmanager
-def _folder_of(saving: _Saving, ref: AttemptRef) -> Iterator[Directory]:
+def _folder_of(saving: _Saving, ref: AttemptRef) -> Iterator[Directory | StoreFolder]:
     """Give the attempt's folder: the coordinator's own, or opened for the time of the writing."""
     if saving.attempt is not None:
-        yield saving.attempt.transaction.folder
+        yield saving.attempt.transaction.place
         return
     with ExitStack() as opened:
         try:
-            root = opened.enter_context(CheckpointRoot.for_joining(saving.path, exact_modes=False))
-            folder = opened.enter_context(root.data.child(ref.attempt.directory))
+            root = _joined(saving.path)
+            opened.callback(root.close)
+            folder = root.data.child(ref.attempt.directory)
+            opened.callback(folder.close)
         except NotFoundError as error:
             raise UsageError(
                 "the folder that the coordinator has made is not there on this rank",
@@ -274,6 +280,12 @@ def _folder_of(saving: _Saving, ref: AttemptRef) -> Iterator[Directory]:
                 hint="all ranks need the same path, on a file system that they share",
             ) from error
         yield folder
+
+
+def _joined(path: Place) -> WriteRoot:
+    if isinstance(path, StoreUrl):
+        return StoreRoot(ObjectStore(path))  # The coordinator has looked at it.
+    return CheckpointRoot.for_joining(path, exact_modes=False)
 
 
 def _parts(begun: CoordinatedAttempt, results: Sequence[Sequence[WriteResult]], ranks_count: int) -> list[SentPart]:

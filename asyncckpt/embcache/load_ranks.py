@@ -14,16 +14,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import check_files
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import WriteRoot, open_root
 from asyncckpt.embcache.find_collections import SavedTables, empty_tables
 from asyncckpt.embcache.rank_folders import CompleteSave, find_complete
 from asyncckpt.engine.load.run_load import LoadRequest, load_open, open_step
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError
+from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.plan.load_plan import make_load_plan
@@ -48,7 +48,7 @@ class SparseLoadReport:
     ignored      parts of the checkpoint that the module has no place for, for example counts of candidates
     """
 
-    path: Path
+    path: Place
     layout: Layout
     step: int | None = None
     world_size: int | None = None
@@ -64,7 +64,7 @@ class SparseLoadReport:
 class RanksLoad:
     """A load that has passed its checks. `run` changes the tables."""
 
-    path: Path
+    path: Place
     save: CompleteSave
     saved: SavedTables
     wanted: Mapping[str, Table]
@@ -82,7 +82,7 @@ class RanksLoad:
         with ExitStack() as touched:
             for index, folder in enumerate(self.save.folders):
                 request = LoadRequest(tables=self.wanted, state={}, merge=index > 0, threads=READ_THREADS)
-                with CheckpointRoot.for_reading(folder) as root:
+                with open_root(folder) as root:
                     opened = open_step(root, request, self.save.step)
                     with opened.reader:
                         if not index:
@@ -113,7 +113,7 @@ class RanksLoad:
                 raise CorruptError(what, found=f"{rows[name]} rows, {count} ids")
 
 
-def prepare_ranks_load(path: Path, saved: SavedTables, *, step: int | None) -> RanksLoad:
+def prepare_ranks_load(path: Place, saved: SavedTables, *, step: int | None) -> RanksLoad:
     """Find the save and check all of it against the tables. Changes nothing.
 
     Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, ConflictError, IOFailedError.
@@ -122,7 +122,7 @@ def prepare_ranks_load(path: Path, saved: SavedTables, *, step: int | None) -> R
     kept: set[str] | None = None
     ignored: set[str] = set()
     for folder in save.folders:
-        with CheckpointRoot.for_reading(folder) as root:
+        with open_root(folder) as root:
             contents, wanted = _checked(root, save, saved)
         if kept is not None and wanted.keys() != kept:
             raise CorruptError(f"ranks of step {save.step} hold different tables", found=sorted(wanted.keys() ^ kept))
@@ -143,7 +143,7 @@ def emptied_on_error(saved: SavedTables) -> Iterator[None]:
         raise
 
 
-def _checked(root: CheckpointRoot, save: CompleteSave, saved: SavedTables) -> tuple[Contents, dict[str, Table]]:
+def _checked(root: WriteRoot, save: CompleteSave, saved: SavedTables) -> tuple[Contents, dict[str, Table]]:
     """Check one rank's part and return it, and the tables to load from it."""
     chain = read_chain(root, save.step)
     for manifest in chain.manifests:

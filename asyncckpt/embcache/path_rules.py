@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncckpt.errors import IOFailedError, UsageError
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.storage.directory import FOLDER_MODE, Directory, check_path
 
 MOUNTS_FILE = "/proc/self/mountinfo"
@@ -44,7 +45,7 @@ class PathRules:
     permission_max        permission bits that the folder, and the nearest one above it, may have; None: any
     owner_checked         whether both must belong to the user or the group of this process
     remote_file_systems   types of file systems, as in /proc/self/mountinfo, that are refused; "fuse" also means
-                          "fuse.<anything>". Empty: any is taken
+                          "fuse.<anything>". Empty: any is taken, and object stores too
     """
 
     length_max: int | None = 1024
@@ -68,8 +69,12 @@ class PathRules:
             if number is not None and (type(number) is not int or number < 0):
                 raise UsageError(f"{name} of PathRules is wrong", found=number, expected="an int, or None")
 
-    def check_target(self, path: str | os.PathLike[str]) -> Path:
-        """Return the absolute path of a folder to save to, which may be missing. Raises UsageError; makes nothing."""
+    def check_target(self, path: str | os.PathLike[str]) -> Place:
+        """Return the absolute path, or URL, of a folder to save to, which may be missing. Raises UsageError; makes
+        nothing.
+        """
+        if StoreUrl.is_url(path):
+            return self._check_url(str(path))
         absolute = self._check_text(path)
         self._check_folders(absolute)
         folder = nearest_folder(absolute)
@@ -77,8 +82,10 @@ class PathRules:
             raise UsageError(f"folder {str(folder)!r} is not writable", hint="check owner and permission")
         return absolute
 
-    def check_source(self, path: str | os.PathLike[str]) -> Path:
-        """Return the absolute path of a folder to load from. Raises UsageError."""
+    def check_source(self, path: str | os.PathLike[str]) -> Place:
+        """Return the absolute path, or URL, of a folder to load from. Raises UsageError."""
+        if StoreUrl.is_url(path):
+            return self._check_url(str(path))
         absolute = self._check_text(path)
         if not os.path.isdir(absolute):
             raise UsageError("path to load from is not a folder", found=str(absolute))
@@ -97,16 +104,28 @@ class PathRules:
         absolute, given = check_path(path), os.fspath(path)
         real = Path(os.path.realpath(absolute))
         self._check_length(absolute, given)
-        for word in self.sensitive_words:
-            # Also as it was given: "x/password/.." is gone from the absolute path.
-            if _holds(given, word) or _holds(str(absolute), word):
-                what = f"path {str(absolute)!r} holds a sensitive word"
-                raise UsageError(what, found=word, hint="PathRules(sensitive_words=...) chooses the words")
+        self._check_words(absolute, given)
         for prefix in self.forbidden_prefixes:
             if any(Path(prefix) in (place, *place.parents) for place in (absolute, real)):
                 raise UsageError(f"path {str(absolute)!r} is a special one", found=f"below {prefix!r}")
         self.check_links(absolute)
         return absolute
+
+    def _check_url(self, given: str) -> StoreUrl:
+        url = StoreUrl.of(given)
+        if self.remote_file_systems:
+            raise _not_local(str(url), url.scheme)
+        if self.length_max is not None and len(given) > self.length_max:
+            raise UsageError("path is too long", found=len(given), expected=f"1 to {self.length_max} bytes")
+        self._check_words(url, given)
+        return url
+
+    def _check_words(self, absolute: Place, given: str) -> None:
+        for word in self.sensitive_words:
+            # Also as it was given: "x/password/.." is gone from the absolute path.
+            if _holds(given, word) or _holds(str(absolute), word):
+                what = f"path {str(absolute)!r} holds a sensitive word"
+                raise UsageError(what, found=word, hint="PathRules(sensitive_words=...) chooses the words")
 
     def _check_length(self, absolute: Path, given: str) -> None:
         length = len(os.fsencode(absolute))
@@ -160,14 +179,18 @@ class PathRules:
             return
         found = file_system_of(Path(os.path.realpath(folder)))
         if found in self.remote_file_systems or found.split(".")[0] in self.remote_file_systems:
-            raise UsageError(
-                f"folder {str(folder)!r} is not on a local file system",
-                found=found,
-                hint="PathRules(remote_file_systems=()) takes any",
-            )
+            raise _not_local(str(folder), found)
 
 
 STRICT = PathRules()
+
+
+def _not_local(place: str, found: str) -> UsageError:
+    return UsageError(
+        f"folder {place!r} is not on a local file system",
+        found=found,
+        hint="PathRules(remote_file_systems=()) takes any",
+    )
 
 
 def _holds(path: str, word: str) -> bool:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncckpt.commit.discover import committed_steps, read_head
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import open_root
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError
 from asyncckpt.format.values import decode_value
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.storage.directory import Directory
 
 METADATA_KEY = "embcache"  # In the metadata of a manifest.
@@ -28,9 +29,13 @@ STEPS_SHOWN_MAX = 8
 _FOLDER = re.compile(r"rank([0-9]{5})-of-([0-9]{5})")
 
 
-def rank_folders(path: Path) -> dict[int, dict[int, Path]]:
-    """Return world size -> rank -> folder of all rank folders in a folder; empty when it is missing."""
+def rank_folders(path: Place) -> dict[int, dict[int, Path]]:
+    """Return world size -> rank -> folder of all rank folders in a folder; empty when it is missing, and in a store,
+    where nobody has saved in the earlier form.
+    """
     found: dict[int, dict[int, Path]] = defaultdict(dict)
+    if isinstance(path, StoreUrl):
+        return {}
     try:
         folder = Directory.open(path)
     except NotFoundError:
@@ -43,16 +48,16 @@ def rank_folders(path: Path) -> dict[int, dict[int, Path]]:
     return dict(found)
 
 
-def earlier_steps(path: Path) -> frozenset[int]:
+def earlier_steps(path: Place) -> frozenset[int]:
     """Return the steps that any rank has in the earlier form."""
     folders = [folder for ranks in rank_folders(path).values() for folder in ranks.values()]
     return frozenset(step for folder in folders for step in steps_of(folder))
 
 
-def steps_of(folder: Path) -> set[int]:
+def steps_of(folder: Place) -> set[int]:
     """Return the committed steps of a directory; none when it is only about to become one."""
     try:
-        with CheckpointRoot.for_reading(folder) as root:
+        with open_root(folder) as root:
             return set(committed_steps(root))
     except NotFoundError:
         return set()
@@ -67,9 +72,9 @@ class SaveFacts:
     companions: tuple[str, ...]
 
     @staticmethod
-    def read(folder: Path, step: int) -> SaveFacts | None:
+    def read(folder: Place, step: int) -> SaveFacts | None:
         """Read them of a step; None when something else than this Saver wrote it. CorruptError, IncompatibleError."""
-        with CheckpointRoot.for_reading(folder) as root:
+        with open_root(folder) as root:
             head = read_head(root, step)
         metadata = head.metadata
         if type(metadata) is not dict or METADATA_KEY not in metadata:
@@ -89,19 +94,19 @@ class CompleteSave:
     step: int
     save_id: str
     world_size: int
-    folders: tuple[Path, ...]
+    folders: tuple[Place, ...]
     companions: frozenset[str]
     passed_over: tuple[int, ...]
 
 
-def find_complete(path: Path, *, step: int | None) -> CompleteSave:
+def find_complete(path: Place, *, step: int | None) -> CompleteSave:
     """Return the newest complete save in a folder, or that of a step.
 
     Raises NotFoundError that says which steps there are, and ConflictError when several saves are complete with one
     step.
     """
     # Under 0: the directory of all ranks, whatever their number was.
-    worlds = {0: {0: path}, **rank_folders(path)}
+    worlds: dict[int, Mapping[int, Place]] = {0: {0: path}, **rank_folders(path)}
     steps = {world: {rank: steps_of(folder) for rank, folder in ranks.items()} for world, ranks in worlds.items()}
     seen = {one for ranks in steps.values() for found in ranks.values() for one in found}
     for candidate in sorted(seen, reverse=True) if step is None else [step]:
@@ -125,7 +130,7 @@ def find_complete(path: Path, *, step: int | None) -> CompleteSave:
     )
 
 
-def _complete(ranks: Mapping[int, Path], step: int, *, passed_over: tuple[int, ...]) -> CompleteSave | None:
+def _complete(ranks: Mapping[int, Place], step: int, *, passed_over: tuple[int, ...]) -> CompleteSave | None:
     folders = tuple(ranks[rank] for rank in range(len(ranks)))
     facts = [SaveFacts.read(folder, step) for folder in folders]
     known = [one for one in facts if one is not None]
@@ -143,7 +148,7 @@ def _complete(ranks: Mapping[int, Path], step: int, *, passed_over: tuple[int, .
 
 
 def _shown(
-    path: Path, worlds: Mapping[int, Mapping[int, Path]], steps: Mapping[int, Mapping[int, set[int]]]
+    path: Place, worlds: Mapping[int, Mapping[int, Place]], steps: Mapping[int, Mapping[int, set[int]]]
 ) -> dict[str, list[int]]:
     """Return the newest steps of every folder, of not too many folders."""
     found = {

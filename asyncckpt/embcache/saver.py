@@ -40,6 +40,7 @@ from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR
 from asyncckpt.model.result import SaveResult
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import (
     SAVE_DEADLINE_S,
     BusyPolicy,
@@ -99,7 +100,7 @@ class Saver(Closing):
 
     rank                which rank this is; may be left out where torch.distributed is initialised
     world_size          how many ranks there are; from torch.distributed, else, unless given, as the tables say
-    path_rules          what a path must be like; strict by default
+    path_rules          what a path must be like; strict by default, which refuses URLs of object stores too
     parallel            most shard files of one save and rank
     on_busy             what a call does while a save or load of this process is in flight: "raise", "wait", or, for
                         saves, "queue"; or a BusyPolicy. None: save and load wait, save_async raises
@@ -148,7 +149,7 @@ class Saver(Closing):
             "filters": filters,
         }
         self._peers = Peers(self._rank, self._world_size, deadline_s=self._peers_deadline)
-        self._open: OrderedDict[Path, _OpenFolder] = OrderedDict()
+        self._open: OrderedDict[Place, _OpenFolder] = OrderedDict()
         self._checked: weakref.ref[nn.Module] | None = None  # The module that holds no other tables.
         self._closed = False
 
@@ -294,7 +295,7 @@ class Saver(Closing):
         """
         self._check_open()
         ranks = self._peers.for_saving(before_reopening=self._close_folders)
-        target: Path | None = None
+        target: Place | None = None
         try:
             target = self._rules.check_target(path)
             saved = self._saved_tables(module)
@@ -310,7 +311,7 @@ class Saver(Closing):
                 self._open[target].saver._leave_out_call(error)
             raise
 
-    def _folder(self, target: Path, saved: SavedTables, ranks: Ranks | None, *, may_wait: bool) -> _OpenFolder:
+    def _folder(self, target: Place, saved: SavedTables, ranks: Ranks | None, *, may_wait: bool) -> _OpenFolder:
         """Return the open folder; opened anew for another module, or for ranks that have found each other anew."""
         known = self._open.get(target)
         if known is not None and known.saved.is_same(saved) and known.ranks is ranks:
@@ -324,12 +325,12 @@ class Saver(Closing):
                 check_may_wait_here(f"folder {str(leaving)!r}")
             self._open.pop(leaving).saver.close()
         self._check_links_below(target)
-        if self._rank == 0 or self._in_turn:
+        if isinstance(target, Path) and (self._rank == 0 or self._in_turn):
             make_folders(target)
         saver = _ExactModesSaver(
             self._rank,
             self._world_size or saved.world_size,
-            path=target,
+            path=str(target),
             hashtables=saved.tables,
             on_busy=self._on_busy,
             ranks=RankOptions(ranks, peer_deadline=self._peers_deadline, in_turn=self._in_turn),
@@ -361,7 +362,9 @@ class Saver(Closing):
             check_all_taken(module, saved.all.values(), hint=_LEFT_OUT_HINT)
             self._checked = weakref.ref(module)
 
-    def _check_links_below(self, folder: Path) -> None:
+    def _check_links_below(self, folder: Place) -> None:
+        if isinstance(folder, StoreUrl):
+            return
         ranks = [place for world in rank_folders(folder).values() for place in world.values()]
         for place in (folder / MANIFESTS_DIR, folder / DATA_DIR, *ranks):
             self._rules.check_links(place)
@@ -375,7 +378,7 @@ class Saver(Closing):
 
     def _prepare(
         self,
-        source: Path,
+        source: Place,
         saved: SavedTables,
         step: int | None,
         incremental: bool,
@@ -383,7 +386,8 @@ class Saver(Closing):
     ) -> RanksLoad | RecsdkLoad:
         self._check_links_below(source)
         ranks = rank_folders(source)
-        if not ranks and not any((source / name).exists() for name in (MANIFESTS_DIR, LOCK_NAME)):
+        ours = (MANIFESTS_DIR, LOCK_NAME)
+        if isinstance(source, Path) and not ranks and not any((source / name).exists() for name in ours):
             if step is not None:
                 raise UsageError("files of RecSDK have no steps", found=step, expected=None)
             return prepare_recsdk_load(source, saved, incremental=incremental, momentum_slots=momentum_slots)

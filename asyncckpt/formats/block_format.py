@@ -36,8 +36,8 @@ class BlockFormat:
 
     def plan_export(self, asked: Conversion, **options: Any) -> Facts:
         plan, identity = plan_export(asked, partial(self.plans, **options))
-        noted = noted_bytes(asked.target, kind=self.kind, identity=identity)
-        return _facts(asked, replace(plan.report(asked.target), reused_bytes=noted))
+        noted = noted_bytes(asked.exported, kind=self.kind, identity=identity)
+        return _facts(asked, replace(plan.report(asked.exported), reused_bytes=noted))
 
     def export_with(self, asked: Conversion, **options: Any) -> Facts:
         report = self.exports(asked, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,15 @@ import xxhash
 from asyncckpt.commit.claims import claims, step_exists
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import WriteRoot, open_root
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, write_blocks
 from asyncckpt.engine.load.verify import verify as verify_step
-from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.background import background, senders
 from asyncckpt.engine.process.future import as_checkpoint_error
-from asyncckpt.engine.process.held_directory import held_directory
+from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.process.save_lock import save_lock
+from asyncckpt.engine.ranks.open_directory import open_alone
 from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
 from asyncckpt.format.manifest import RankPart
 from asyncckpt.format.names import Attempt, attempt_of_directory
@@ -34,6 +35,7 @@ from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part,
 from asyncckpt.formats.conversion import Conversion, Facts
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.source import ByteSource
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy
 from asyncckpt.plan.rename import Names
@@ -41,6 +43,7 @@ from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
+from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.written_chunks import WrittenChunks
 
 
@@ -121,23 +124,25 @@ def commit_import(asked: Conversion, found: Importable) -> tuple[SaveResult, int
     return result, reused
 
 
-def verify_import(path: Path, step: int, progress: Progress) -> None:
+def verify_import(path: Place, step: int, progress: Progress) -> None:
     """Read a new step once more and compare it with the digests of what was copied. CorruptError."""
-    with CheckpointRoot.for_reading(path) as root:
+    with open_root(path) as root:
         verify_step(root, step, progress=progress)
 
 
-def check_is_apart(source: Path, target: Path) -> None:
+def check_is_apart(source: Path, target: Place) -> None:
     """Raise UsageError for a target that is the folder of a source, or in it: that would not stay as it is."""
+    if isinstance(target, StoreUrl):
+        return
     real, place = (Path(os.path.realpath(path)) for path in (source, target))
     if place == real or real in place.parents:
         raise UsageError("an import cannot go into its own source", found=str(target), expected="another place")
 
 
-def check_step_is_free(path: Path, step: int | None) -> None:
+def check_step_is_free(path: Place, step: int | None) -> None:
     """Raise ConflictError for a step that exists; there need not be a directory yet."""
     try:
-        with CheckpointRoot.for_reading(path) as root:
+        with open_root(path) as root:
             if step is not None and is_committed(root, step):
                 raise step_exists(root, step)
     except NotFoundError:
@@ -147,24 +152,29 @@ def check_step_is_free(path: Path, step: int | None) -> None:
 def _copy(asked: Conversion, found: Importable) -> tuple[int, int, int]:
     """Copy and commit; return the step, the bytes of all files, and how many of them were there already."""
     identity = _identity(asked, found)
-    with (
-        CheckpointRoot.for_writing(asked.target) as root,
-        held_directory(root, asked.options.durability) as commits,
-        # Without the lock, another process may write there still.
-        claims.save(
-            root, found.step, Attempt.new if commits.lock is None else partial(_attempt, root, identity)
-        ) as claim,
-        Transaction.begin(commits, claim, goes_on=True) as transaction,
-        closing(WrittenChunks.open(transaction.folder, identity)) as written,
-    ):
-        target = ShardTarget(transaction.folder, claim.attempt, asked.options, asked.progress, written=written)
+    with ExitStack() as held:
+        opened = open_alone(asked.target, exact_modes=False)
+        held.callback(opened.close)
+        root, commits = opened.root, commits_of(opened.root, opened.lock, asked.options.durability)
+        # Without the lock, another process may write there still; objects are there in full, or not at all.
+        attempt_of = Attempt.new if commits.lock is None else partial(_attempt, root, identity)
+        claim = held.enter_context(claims.save(root, found.step, attempt_of))
+        transaction = held.enter_context(Transaction.begin(commits, claim, goes_on=True))
+        written = None
+        if isinstance(transaction.place, Directory):
+            written = held.enter_context(closing(WrittenChunks.open(transaction.place, identity)))
+        target = ShardTarget(
+            transaction.place, claim.attempt, asked.options, asked.progress, written=written, sender=senders
+        )
         try:
             draft = _write(found, transaction, target)
-            written.end()
+            if written is not None:
+                written.end()
             published = background.run(lambda: transaction.commit(draft), "an import")
         except (OSError, MemoryError) as error:
             raise as_checkpoint_error(error, claim.step) from error
-        return claim.step, published.manifest_bytes + sum(file.bytes for file in draft.head.files), written.reused_bytes
+        bytes = published.manifest_bytes + sum(file.bytes for file in draft.head.files)
+        return claim.step, bytes, 0 if written is None else written.reused_bytes
 
 
 def _identity(asked: Conversion, found: Importable) -> str:
@@ -189,18 +199,18 @@ def _statuses(paths: Sequence[Path]) -> list[tuple[Path, os.stat_result]]:
     return sorted(found.items())
 
 
-def _attempt(root: CheckpointRoot, identity: str, step: int) -> Attempt:
+def _attempt(root: WriteRoot, identity: str, step: int) -> Attempt:
     """Return the attempt that was left with this identity, or a new one."""
     return next((attempt for attempt, _ in _left(root, identity, step)), None) or Attempt.new(step)
 
 
-def _left(root: CheckpointRoot, identity: str, step: int) -> Iterator[tuple[Attempt, int]]:
+def _left(root: WriteRoot, identity: str, step: int) -> Iterator[tuple[Attempt, int]]:
     """Yield attempts at a step that were left with this identity, and how many bytes are noted of each."""
     for name in root.data.names():
         attempt = attempt_of_directory(name)
         if attempt is not None and attempt.step == step:
             with suppress(CheckpointError), root.data.child(name) as folder:
-                noted = WrittenChunks.noted_bytes(folder, identity)
+                noted = WrittenChunks.noted_bytes(folder, identity) if isinstance(folder, Directory) else None
                 if noted is not None:
                     yield attempt, noted
 
@@ -208,7 +218,7 @@ def _left(root: CheckpointRoot, identity: str, step: int) -> Iterator[tuple[Atte
 def _noted_bytes(asked: Conversion, found: Importable) -> int:
     """Return how much of an import was written and left."""
     try:
-        with CheckpointRoot.for_reading(asked.target) as root:
+        with open_root(asked.target) as root:
             step = max([-1, *committed_steps(root)[-1:]]) + 1 if found.step is None else found.step
             return next((noted for _, noted in _left(root, _identity(asked, found), step)), 0)
     except NotFoundError:

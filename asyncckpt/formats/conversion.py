@@ -39,11 +39,11 @@ Facts = dict[str, Any]
 class Conversion:
     """From where to where, which step (None: the newest; of an import, the next), how, and under which names.
 
-    source: of an export it may be in an object store.
+    The one that is a checkpoint directory of ours may be in an object store.
     """
 
     source: Place
-    target: Path
+    target: Place
     step: int | None
     options: SaveOptions
     verify: bool
@@ -68,13 +68,18 @@ class Conversion:
         check_type("verify", verify, bool)
         options = SaveOptions(durability=durability)
         options = options if parallel is None else replace(options, parallel=parallel)
-        places = check_place(source), check_path(target), check_step(step)
+        places = check_place(source), check_place(target), check_step(step)
         return Conversion(*places, options, verify, progress or Progress(), Names.of(rename))
 
     @property
     def foreign(self) -> Path:
         """The source of an import, which is of another library, and so on a disk. UsageError for a URL."""
         return check_path(str(self.source))
+
+    @property
+    def exported(self) -> Path:
+        """The target of an export, which is of another library, and so on a disk. UsageError for a URL."""
+        return check_path(str(self.target))
 
     def expect(self, bytes: int) -> None:
         """Say how many bytes are going to be written; as many are read back."""

@@ -24,7 +24,7 @@ Written = TypeVar("Written")
 
 def plan_export(asked: Conversion, plan_of: Callable[[Chain], Plan]) -> tuple[Plan, str]:
     """Return what would be exported, and its identity. Raises what an export would before it reads data."""
-    check_is_free(asked.target)
+    check_is_free(asked.exported)
     chain = chain_to_export(asked.source, asked.step)
     return plan_of(asked.names.chain(chain)), identity_of_export(asked, chain, plan_of)
 
@@ -54,7 +54,7 @@ def run_export(
             reader = ChainReader(root.data, chain, threads=1, verify=True, progress=Progress())
             return chain.step, plan, reader, identity_of_export(asked, chain, plan_of)
 
-        check_is_free(asked.target)
+        check_is_free(asked.exported)
         step, plan, reader, identity = look_again(root, look)
         with reader:
             try:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asyncckpt.commit.root import CheckpointRoot, make_folder
+from asyncckpt.commit.root import WriteRoot, make_folder, open_root
 from asyncckpt.errors import IncompatibleError, NotFoundError
-from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 from asyncckpt.strategies.base import LoadStrategyBase
 
 BACKEND = "asyncckpt"
@@ -37,18 +37,21 @@ OBJECTS = "objects"
 TENSORS = "tensors"
 
 
-def writing_path(checkpoint_dir: str | os.PathLike[str], name: str) -> Path:
-    """Return the path of a part, in a folder that is made, with its parents, if missing. UsageError, IOFailedError."""
-    folder = check_path(checkpoint_dir)
-    make_folder(folder)
-    return folder / name
+def writing_path(checkpoint_dir: str | os.PathLike[str], name: str) -> str:
+    """Return the path or URL of a part, in a folder that is made, with its parents, if missing. UsageError,
+    IOFailedError.
+    """
+    folder = check_place(checkpoint_dir)
+    if isinstance(folder, Path):
+        make_folder(folder)
+    return str(folder / name)
 
 
-def reading_root(checkpoint_dir: str | os.PathLike[str], name: str) -> CheckpointRoot:
-    """Open a part for reading; NotFoundError when the checkpoint has none."""
-    folder = check_path(checkpoint_dir)
+def reading_root(checkpoint_dir: str | os.PathLike[str], name: str) -> WriteRoot:
+    """Open a part; NotFoundError when the checkpoint has none."""
+    folder = check_place(checkpoint_dir)
     try:
-        return CheckpointRoot.for_reading(folder / name)
+        return open_root(folder / name)
     except NotFoundError as error:
         raise NotFoundError(f"checkpoint {str(folder)!r} has no {name!r} state: {error.what}") from error
 

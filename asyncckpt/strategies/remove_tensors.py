@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import ReadRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks
-from asyncckpt.engine.process.background import background, check_may_wait, result_or_end, rewriters
+from asyncckpt.engine.process.background import background, check_may_wait, result_or_end, rewriters, senders
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import IncompatibleError, UsageError, warn
@@ -56,7 +55,7 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
         return
     check_may_wait("a removal")
     progress = Progress()
-    removing = rewriters.submit(_remove, Path(checkpoint_dir), key_prefix, progress)
+    removing = rewriters.submit(_remove, checkpoint_dir, key_prefix, progress)
     if not result_or_end(removing, "a removal", SAVE_DEADLINE_S, progress.cancel):
         warn(f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed")
 
@@ -114,7 +113,7 @@ def _blocks(manifest: Manifest, places: dict[TreePath, int]) -> list[BlockCopy]:
     return blocks
 
 
-def _remove(checkpoint_dir: Path, key_prefix: str, progress: Progress) -> bool:
+def _remove(checkpoint_dir: str | os.PathLike[str], key_prefix: str, progress: Progress) -> bool:
     options = SaveOptions()
     try:
         with (
@@ -135,7 +134,7 @@ def _remove(checkpoint_dir: Path, key_prefix: str, progress: Progress) -> bool:
         raise as_checkpoint_error(error, None) from error
 
 
-def _open_newest(root: CheckpointRoot, progress: Progress) -> tuple[Manifest, ChainReader]:
+def _open_newest(root: ReadRoot, progress: Progress) -> tuple[Manifest, ChainReader]:
     manifest = read_manifest(root, newest_step(root))
     return manifest, ChainReader(root.data, Chain((manifest,)), threads=1, verify=False, progress=progress)
 
@@ -149,7 +148,7 @@ def _write(
     progress: Progress,
 ) -> Draft:
     """Copy what stays into new shard files; returns what the manifest is made of."""
-    target = ShardTarget(transaction.folder, transaction.attempt, options, progress)
+    target = ShardTarget(transaction.place, transaction.attempt, options, progress, sender=senders)
     own = copy_blocks(remaining.blocks, reader, target, rank=0)
     was = manifest.head
     head = transaction.head(created=was.created, files=own.files, values=remaining.values, metadata=was.metadata)

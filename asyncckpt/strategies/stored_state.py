@@ -10,13 +10,12 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import open_root
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CorruptError
@@ -27,6 +26,7 @@ from asyncckpt.format.tree import MAPPINGS, VALUE, Node, descend, leaf_of, leave
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.own_rank import rank_in_group
+from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy
 from asyncckpt.shard.reader import READ_THREADS
@@ -47,7 +47,7 @@ class StoredTensor:
 class StoredState:
     """The newest checkpoint of one part: its step, its tensors by key, and where its packed objects are."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path = path
         self.step = manifest.step
         self._parts = manifest.parts
@@ -84,7 +84,7 @@ class StoredState:
         request = LoadRequest(
             state=state, step=self.step, strict=False, threads=READ_THREADS, rank=rank, ranks_count=ranks_count
         )
-        with CheckpointRoot.for_reading(self.path) as root:
+        with open_root(self.path) as root:
             run_load(root, request, Progress())
 
     def loading(self) -> AbstractContextManager[None]:

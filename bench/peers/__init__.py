@@ -15,6 +15,8 @@ FLOOR = "raw_floor"
 OURS = "asyncckpt"
 STEPS = "asyncckpt_steps"
 STEP_PEERS = (FLOOR, STEPS, "asyncckpt_dense", "dcp_thread_cached", "torch_save_thread_clone")
+STORE_FLOOR = "store_put"
+STORE_PEERS = (OURS, STORE_FLOOR, "store_asyncckpt", "store_asyncckpt_upload", "store_dcp_fsspec", "store_torch_save")
 STEP_CONTROL = "asyncckpt_no_wait"
 PEERS = (
     FLOOR,
@@ -31,7 +33,7 @@ PEERS = (
 
 def peer_factory(name: str) -> PeerFactory:
     """Import the file of a peer and return its class; an ImportError says that the peer is not installed here."""
-    if name not in {*PEERS, *STEP_PEERS, STEP_CONTROL}:
+    if name not in {*PEERS, *STEP_PEERS, *STORE_PEERS, STEP_CONTROL}:
         raise ValueError(f"no peer is called {name!r}, expected one of {', '.join(PEERS)}")
     factory: PeerFactory = importlib.import_module(f"bench.peers.{name}").PEER
     return factory

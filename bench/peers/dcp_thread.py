@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from bench.peers.protocol import TreeHandle
+from bench.peers.protocol import Handle, TreeHandle
 from bench.state import State
 
 # It says at every save and load that there is one process; here that is meant.
@@ -27,17 +27,20 @@ class DcpThread:
     def prepare(self) -> None:
         pass
 
-    def save_async(self, step: int) -> TreeHandle:
+    def save_async(self, step: int) -> Handle:
         path = self._directory / str(step)
+        # Its writer syncs every file (sync_files=True is its default) and no folder.
+        return TreeHandle(path, self._begin(checkpoint_id=path), sync_files=False)
+
+    def _begin(self, **where: Any) -> Future[Any]:
         response: Any = state_dict_saver.async_save(
             self._state.tensors(),
-            checkpoint_id=path,
             async_checkpointer_type=self.checkpointer,
             async_stager=self._stager(),
+            **where,
         )
         future: Future[Any] = getattr(response, "upload_completion", response)
-        # Its writer syncs every file (sync_files=True is its default) and no folder.
-        return TreeHandle(path, future, sync_files=False)
+        return future
 
     def _stager(self) -> Any:
         return None

@@ -5,6 +5,9 @@
 3. `handle.wait_durable()` runs in a thread of the harness. It returns when every byte *and* every directory entry of
    the checkpoint is on the disk; a peer that does not fsync gets its fsync there (`sync_tree`).
 4. `load(step, target)` fills the preallocated state `target` in place.
+
+A peer that writes to an object store takes `store_url` of its directory, and credentials from the environment. There a
+checkpoint is durable when all its objects are answered for.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, Protocol
 from bench.state import State
 
 DURABLE_SECONDS_MAX = 600.0
+BUCKET = "bench"
 
 
 class Handle(Protocol):
@@ -40,6 +44,16 @@ class PeerFactory(Protocol):
     hashtables: bool
 
     def __call__(self, state: State, directory: Path) -> Peer: ...
+
+
+class FutureHandle:
+    """A save that is durable when its future has ended."""
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def wait_durable(self) -> None:
+        self._future.result(DURABLE_SECONDS_MAX)
 
 
 class TreeHandle:
@@ -69,3 +83,8 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def store_url(directory: Path) -> str:
+    """Return where in the store a peer writes; its directory has a name of its own."""
+    return f"s3://{BUCKET}/{directory.name}"

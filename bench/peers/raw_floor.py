@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.peers.protocol import TreeHandle
+from bench.peers.protocol import Handle, TreeHandle
 from bench.state import State
 
 PAGE_BYTES = 4096
@@ -50,7 +50,7 @@ class RawFloor:
         """Copy all tensors into the arena; `plain` with memcpy instead of the kernel."""
         self._kernels.copy(self._pieces, self.threads, plain)
 
-    def save_async(self, step: int) -> TreeHandle:
+    def save_async(self, step: int) -> Handle:
         path = self._directory / str(step)
         path.mkdir()
         self.copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -34,7 +35,7 @@ class TorchSave:
         pass
 
 
-def load_torch_file(path: Path, target: State) -> None:
+def load_torch_file(path: Path | BinaryIO, target: State) -> None:
     """Fill the target from a file of torch.save."""
     loaded = torch.load(path, weights_only=True, map_location="cpu")
     for name, tensor in target.tensors().items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bench.peers.protocol import TreeHandle
+from bench.peers.protocol import Handle, TreeHandle
 from bench.peers.torch_save import FILE_NAME, load_torch_file
 from bench.state import State
 
@@ -22,7 +22,7 @@ class TorchSaveThreadClone:
     def prepare(self) -> None:
         pass
 
-    def save_async(self, step: int) -> TreeHandle:
+    def save_async(self, step: int) -> Handle:
         path = self._directory / str(step)
         path.mkdir()
         future = self._executor.submit(torch.save, self._snapshot(), path / FILE_NAME)

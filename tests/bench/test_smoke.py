@@ -158,6 +158,18 @@ def test_uploads_bench_gives_figures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
+@pytest.mark.skipif(find_spec("obstore") is None or not WEED.exists(), reason="there is no store here")
+def test_uploads_beside_training_give_figures_and_exact_images(tmp_path: Path) -> None:
+    rounds = run_bench("uploads", tmp_path / "training", "--training")["rounds"]["1"]
+    peers = {"asyncckpt", "store_put", "store_asyncckpt", "store_asyncckpt_upload", "store_torch_save"}
+    assert {one["peer"] for one in rounds} - {"store_dcp_fsspec"} == peers  # That one needs s3fs.
+    for one in rounds:
+        assert one["image"] == "ok"
+        assert_is_figure(one["saves"][0]["lost_seconds"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_compaction_bench_gives_figures(tmp_path: Path) -> None:
     rounds = {one["way"]: one for one in run_bench("compaction", tmp_path / "compaction")["rounds"]}
     assert rounds.keys() == {"alone", "beside", "held", "floor alone", "floor beside"}

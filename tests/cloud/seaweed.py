@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import obstore
@@ -42,6 +44,7 @@ READER = User("reader-key", "reader-secret-77aa", ("Read", "List"))
 @dataclass(frozen=True)
 class Server:
     port: int
+    pid: int
 
     @property
     def endpoint(self) -> str:
@@ -60,12 +63,12 @@ def environment(endpoint: str, user: User = OWNER) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *, buckets: tuple[str, ...]) -> Iterator[Server]:
-    """Run a server with these buckets until the block ends."""
+def running(folder: Path, *, buckets: tuple[str, ...], cores: Collection[int] = ()) -> Iterator[Server]:
+    """Run a server with these buckets until the block ends. cores: on which it runs; none: on all."""
     with contextlib.ExitStack() as started:
         for left in reversed(range(STARTS_MAX)):
             try:
-                made = started.enter_context(_running(folder / f"start{left}", _free_ports(8)))
+                made = started.enter_context(_running(folder / f"start{left}", _free_ports(8), cores))
                 break
             except RuntimeError:  # A port that was free is another one's by now.
                 if not left:
@@ -75,7 +78,7 @@ def running(folder: Path, *, buckets: tuple[str, ...]) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def _running(folder: Path, ports: list[int]) -> Iterator[Server]:
+def _running(folder: Path, ports: list[int], cores: Collection[int]) -> Iterator[Server]:
     master, volume, filer, s3 = ports[:4]
     folder.mkdir()
     config = folder / "s3.json"
@@ -94,12 +97,15 @@ def _running(folder: Path, ports: list[int]) -> Iterator[Server]:
         "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
         "-s3.autoCreateBucket=false",
     ]  # fmt: skip
+    pinned = partial(os.sched_setaffinity, 0, cores)
     log = folder / "server.log"
     with log.open("wb") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder)
+        server = subprocess.Popen(
+            command, stdout=output, stderr=output, cwd=folder, preexec_fn=pinned if cores else None
+        )
         try:
             _wait_until_ready(server, s3, log)
-            yield Server(s3)
+            yield Server(s3, server.pid)
         finally:
             server.kill()  # What it holds goes with its folder; its own end takes half a minute.
             server.wait()

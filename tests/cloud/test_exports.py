@@ -1,4 +1,5 @@
-"""Exports read a checkpoint from a store as they read it from a disk; imports are from a disk, and say so."""
+"""Exports read a checkpoint from a store as they read it from a disk, and imports make one there; the other library's
+side is on a disk."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ import torch
 import asyncckpt
 from asyncckpt.dcp import convert as dcp
 from asyncckpt.formats import hf, parquet, recsdk, torch_file
+from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import Fault, FaultProxy
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*left out")
 
 TENSORS = {"weight": torch.arange(3000, dtype=torch.float32).reshape(3, 1000), "bias": torch.ones(7).bfloat16()}
 
@@ -39,7 +44,6 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
-@pytest.mark.filterwarnings("ignore:.*left out")
 def test_exports_read_from_a_store(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
     saved(tmp_path / "ckpt", url)
     torch_file.export_checkpoint(url, tmp_path / "state.pt")
@@ -64,9 +68,57 @@ def test_the_command_exports_from_a_store(owner: seaweed.Server, url: str, tmp_p
     refused = run("import", "hf", url, tmp_path / "other")
     assert (refused.returncode, "path is a URL" in refused.stderr) == (2, True)
     assert not (tmp_path / "other").exists()
-    refused = run("import", "hf", tmp_path / "hf", url)
+    refused = run("export", "hf", url, f"{url}/hf")
     assert (refused.returncode, "path is a URL" in refused.stderr) == (2, True)
     assert not Path("s3:").exists()
+
+
+def test_imports_make_steps_in_a_store(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", f"{url}/uploaded")
+    dcp.export_checkpoint(tmp_path / "ckpt", tmp_path / "dcp")
+    torch_file.export_checkpoint(tmp_path / "ckpt", tmp_path / "state.pt")
+    recsdk.export_checkpoint(tmp_path / "ckpt", tmp_path / "recsdk")
+    hf.export_checkpoint(tmp_path / "ckpt", tmp_path / "hf")
+    place = f"{url}/imported"
+    assert dcp.import_checkpoint(tmp_path / "dcp", place) == 0
+    results = [
+        torch_file.import_checkpoint(tmp_path / "state.pt", place),
+        hf.import_checkpoint(tmp_path / "hf", place, step=2),
+        recsdk.import_checkpoint(tmp_path / "recsdk", place),
+    ]
+    assert [(result.step, str(result.path)) for result in results] == [(1, place), (2, place), (3, place)]
+    for step in range(3):
+        loaded = asyncckpt.load(place, step=step)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+    table = asyncckpt.HashTable("user", 4)
+    asyncckpt.Loader(place, {"user": table}, step=3).load()
+    assert len(table) == 1010
+    with pytest.raises(asyncckpt.ConflictError, match=r"step 2 .*exists already"):
+        hf.import_checkpoint(tmp_path / "hf", place, step=2)
+
+
+def test_the_command_imports_into_a_store(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", f"{url}/uploaded")
+    hf.export_checkpoint(tmp_path / "ckpt", tmp_path / "hf")
+    for more in (["--dry-run"], []):
+        ran = run("import", "hf", tmp_path / "hf", f"{url}/imported", "--step", "7", *more)
+        assert ran.returncode == 0, ran.stderr
+        objects = ObjectStore(StoreUrl.of(f"{url}/imported")).below("")
+        assert bool(objects) is not bool(more)
+    assert asyncckpt.list_steps(f"{url}/imported") == [7]
+    refused = run("import", "hf", tmp_path / "hf", f"{url}/imported", "--step", "7")
+    assert (refused.returncode, "exists already" in refused.stderr) == (6, True)
+
+
+def test_an_import_that_fails_leaves_nothing(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", f"{url}/uploaded")
+    hf.export_checkpoint(tmp_path / "ckpt", tmp_path / "hf")
+    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if "safetensors" in request.path else None
+    with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
+        hf.import_checkpoint(tmp_path / "hf", f"{url}/imported")
+    proxy.fault = lambda request: None
+    assert asyncckpt.list_steps(f"{url}/imported") == []
+    assert not ObjectStore(StoreUrl.of(f"{url}/imported")).below("data")
 
 
 def test_what_ends_an_export_from_a_store_leaves_nothing(proxy: FaultProxy, url: str, tmp_path: Path) -> None:

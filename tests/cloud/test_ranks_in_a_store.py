@@ -20,18 +20,23 @@ from tests.shares import share_of
 
 RANKS_COUNT = 3
 WAIT_S = 120.0
+MANY_RANKS = 8
+WAIT_OF_MANY_S = 300.0
 # Of a victim: the number of its request. The first ones are those of its constructor.
 KILLS = [(victim, number) for victim in (0, 1) for number in (3, 6, 10, 14, 18, 23, 29)]
+KILLS_OF_MANY = [(0, number) for number in (3, 6, 10, 14, 18, 23, 29)] + [
+    (5, number) for number in (2, 4, 6, 8, 10, 13)
+]
 
 
 def start_ranks(
-    folder: Path, url: str, *more_words: str, endpoints: dict[int, str] | None = None
+    folder: Path, url: str, *more_words: str, endpoints: dict[int, str] | None = None, count: int = RANKS_COUNT
 ) -> list[Rank]:
     folder.mkdir()
     started = []
-    for rank in range(RANKS_COUNT):
+    for rank in range(count):
         more = {"AWS_ENDPOINT_URL": endpoints[rank]} if endpoints and rank in endpoints else {}
-        arguments = (rank, RANKS_COUNT, folder, url, *more_words)
+        arguments = (rank, count, folder, url, *more_words)
         started.append(start_rank("tests.cloud.rank_in_a_store", arguments, folder, **more))
     return started
 
@@ -45,20 +50,18 @@ def outputs(ended: list[Ended]) -> str:
     return "\n".join(rank.output for rank in ended)
 
 
-def check_step(url: str, step: int, *, shards: int = 1) -> None:
-    """Load a step as so many ranks would."""
+def check_step(url: str, step: int, *, shards: int = 1, count: int = RANKS_COUNT) -> None:
+    """Load a step of `count` ranks as so many ranks would."""
     asyncckpt.verify(url, step)
     found: dict[int, float] = {}
     for shard in range(shards):
         table = asyncckpt.HashTable("t", 2, shard=(shard, shards))
         tensors: dict[str, Any] = {
             "both": torch.zeros(4),
-            **{f"own.{rank}": torch.zeros(1) for rank in range(RANKS_COUNT)},
+            **{f"own.{rank}": torch.zeros(1) for rank in range(count)},
         }
         asyncckpt.Loader(url, {"t": table}, tensors, step=step, shard_index=shard, shard_num=shards).load()
-        assert [tensors[f"own.{rank}"].item() for rank in range(RANKS_COUNT)] == [
-            step + 100 * rank for rank in range(RANKS_COUNT)
-        ]
+        assert [tensors[f"own.{rank}"].item() for rank in range(count)] == [step + 100 * rank for rank in range(count)]
         assert torch.equal(tensors["both"], torch.full((4,), float(step)))
         ids = torch.arange(shard, ROWS_COUNT, shards)
         values = table.embedding[table.lookup(ids, insert=False)][:, 0]
@@ -86,6 +89,29 @@ def test_ranks_find_the_next_step_behind_one_of_others(owner: seaweed.Server, ur
 def test_a_killed_rank_leaves_whole_checkpoints(
     proxy: FaultProxy, url: str, tmp_path: Path, victim: int, number: int
 ) -> None:
+    kill_a_rank(proxy, url, tmp_path, victim, number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * WAIT_OF_MANY_S)
+@pytest.mark.parametrize(("victim", "number"), KILLS_OF_MANY)
+def test_one_of_many_ranks_that_is_killed_leaves_whole_checkpoints(
+    proxy: FaultProxy, url: str, tmp_path: Path, victim: int, number: int
+) -> None:
+    kill_a_rank(proxy, url, tmp_path, victim, number, count=MANY_RANKS, wait_s=WAIT_OF_MANY_S)
+
+
+def kill_a_rank(
+    proxy: FaultProxy,
+    url: str,
+    tmp_path: Path,
+    victim: int,
+    number: int,
+    *,
+    count: int = RANKS_COUNT,
+    wait_s: float = WAIT_S,
+) -> None:
+    """Kill one rank at its request of this number, look at what is there, and let the job go on."""
     running: list[Rank] = []
 
     def kill_at(left: list[int]) -> Callable[[Request], Fault | None]:
@@ -97,10 +123,10 @@ def test_a_killed_rank_leaves_whole_checkpoints(
 
         return disturb
 
-    endpoints = {rank: proxy.target for rank in range(RANKS_COUNT)} | {victim: proxy.endpoint}
+    endpoints = {rank: proxy.target for rank in range(count)} | {victim: proxy.endpoint}
     proxy.fault = kill_at([number])
-    running += start_ranks(tmp_path / "killed", url, endpoints=endpoints)
-    ended = await_ranks(running, WAIT_S)
+    running += start_ranks(tmp_path / "killed", url, endpoints=endpoints, count=count)
+    ended = await_ranks(running, wait_s)
     proxy.fault = lambda request: None
     assert ended[victim].status in (0, -signal.SIGKILL), outputs(ended)
     if ended[victim].status:
@@ -113,11 +139,11 @@ def test_a_killed_rank_leaves_whole_checkpoints(
         steps = []
     assert said_steps(ended) <= {*steps}
     for step in steps:
-        check_step(url, step)
+        check_step(url, step, count=count)
 
-    ended = await_ranks(start_ranks(tmp_path / "again", url), WAIT_S)
-    assert [rank.status for rank in ended] == [0] * RANKS_COUNT, outputs(ended)
-    check_step(url, max(steps, default=-1) + STEPS_COUNT)
+    ended = await_ranks(start_ranks(tmp_path / "again", url, count=count), wait_s)
+    assert [rank.status for rank in ended] == [0] * count, outputs(ended)
+    check_step(url, max(steps, default=-1) + STEPS_COUNT, count=count)
 
 
 def test_a_rank_that_cannot_join_is_named_by_the_others(proxy: FaultProxy, url: str, tmp_path: Path) -> None:

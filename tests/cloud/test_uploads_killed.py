@@ -18,7 +18,7 @@ import asyncckpt
 from asyncckpt.checkpoints import list_steps
 from asyncckpt.errors import CorruptError, NotFoundError
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
-from tests.cloud.forked import Forks, save_steps, state
+from tests.cloud.forked import Forks, Work, save_steps, state
 
 SEED = 19
 KILLS_COUNT = 8
@@ -69,11 +69,12 @@ def run_until_killed(
     *,
     last: int = STEPS[-1],
     plant: bool = False,
+    work: Work = "save",
 ) -> tuple[list[int], int]:
     """Return the steps that the child has said, and how it ended."""
     proxy.fault = killer
     said, status = [], 0
-    for word, number in forks.run(path, url, first=1, last=last, plant=plant):
+    for word, number in forks.run(path, url, first=1, last=last, plant=plant, work=work):
         if word == "pid":
             killer.pid = number
             killer.knows_pid.set()

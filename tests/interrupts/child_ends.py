@@ -151,7 +151,7 @@ class Rank:
             self.may_write.set()
         assert future.result(DEADLINE_S).step == step
         assert self.queue.maybe_finalize_async_calls(blocking=True) == [step]
-        assert self.attempt.transaction.folder.path.is_dir(), "the attempt of DCP is gone"
+        assert self.attempt.transaction.place.path.is_dir(), "the attempt of DCP is gone"
 
     def be_child(self, ending: str, *, is_inside: bool) -> None:
         if ending == "close":

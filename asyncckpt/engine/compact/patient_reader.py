@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import WriteRoot
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.format.manifest import Chain
 from asyncckpt.native import Progress
@@ -23,7 +23,7 @@ WAITS_PER_WORK = 4.0
 class PatientReader(ChainReader):
     """Reads with one thread. `cancelled` ends a wait; it does not end a read."""
 
-    def __init__(self, root: CheckpointRoot, chain: Chain, *, cancelled: Progress) -> None:
+    def __init__(self, root: WriteRoot, chain: Chain, *, cancelled: Progress) -> None:
         self._cancelled = cancelled
         self._begun = time.monotonic()
         self._waited_s = 0.0

@@ -1,6 +1,7 @@
 """Fold the chain of a delta checkpoint into a full one of the same step, beside training or without it.
 
-1. Read the chain of the step and open all of its files, so that retention cannot take them away.
+1. Read the chain of the step and open all of its files, so that retention cannot take them away. In a store nothing is
+   open: what another process removes meanwhile ends the compaction.
 2. For each table of several layers read the ids and the removed ids, verified, and find the rows that count: the newest
    of each id that no newer layer has removed.
 3. Give every block its place. A new block comes from one stored block: all of it as it is stored, or some of its rows.
@@ -8,8 +9,9 @@
    verified on the way. Saves and loads of this process go first.
 5. Commit `manifests/<step>.full.json`, if the step is still there. The first manifest stays as it is.
 
-Nothing is changed before 5, so a crash leaves the chain as it was, and leftovers that the next save sweeps. A save of
-this process does not sweep the folder of a compaction that runs beside it: see commit/claims.py.
+Nothing is changed before 5, so a crash leaves the chain as it was, and leftovers that the next save sweeps (in a store,
+`collect_garbage`). A save of this process does not sweep the folder of a compaction that runs beside it: see
+commit/claims.py.
 """
 
 from __future__ import annotations
@@ -22,12 +24,11 @@ from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_step
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.removal import being_removed
-from asyncckpt.commit.root import on_disk
 from asyncckpt.commit.transaction import Commits, Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
 from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
 from asyncckpt.engine.compact.patient_reader import PatientReader
-from asyncckpt.engine.process.background import background, rewriters
+from asyncckpt.engine.process.background import background, rewriters, senders
 from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.errors import NotFoundError, SaveCancelledError
@@ -51,16 +52,16 @@ def run_compaction(
 ) -> SaveResult:
     """Compact a step (default: the newest) and return when that is durable. Needs no save lock.
 
-    Runs on a thread of `rewriters`, where no KeyboardInterrupt is raised. The caller holds the directory's LOCK. A step
-    that is full, or compacted already, is left as it is: the result says `skipped`. Of `options` the number of files
-    and the durability are used. Raises NotFoundError, also when retention has removed the step meanwhile, CorruptError,
+    Runs on a thread of `rewriters`, where no KeyboardInterrupt is raised. The caller holds LOCK, on a disk. A step that
+    is full, or compacted already, is left as it is: the result says `skipped`. Of `options` the number of files and the
+    durability are used. Raises NotFoundError, also when retention has removed the step meanwhile, CorruptError,
     IncompatibleError, UnsupportedError, ConflictError, IndeterminateError, IOFailedError, and SaveCancelledError after
     `progress.cancel()`.
 
     may_commit: asked once, right before the commit; False: it was cancelled. Afterwards a cancel comes too late.
     """
     begun = time.perf_counter()
-    root = on_disk(commits.root, "a compaction")
+    root = commits.root
     step = newest_step(root) if step is None else step
     with claims.compaction(root, step) as claim:
         going = being_removed(root)
@@ -74,7 +75,7 @@ def run_compaction(
                 folded = fold_chain(chain, reader, progress)
                 reader.verify = False  # From here blocks are read by windows, and their sources verify them.
                 with Transaction.begin(commits, claim) as transaction:
-                    target = ShardTarget(transaction.folder, transaction.attempt, options, progress)
+                    target = ShardTarget(transaction.place, transaction.attempt, options, progress, sender=senders)
                     draft = _write(chain, folded, reader, transaction, target)
                     if progress.cancelled or not may_commit():
                         raise SaveCancelledError(f"compaction of step {step} was cancelled")
@@ -130,9 +131,8 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     Other ranks leave the work to rank 0 and skip it. UsageError; NotFoundError when there is no step at all.
     """
     target.commits.check_not_in_doubt()
-    on_disk(target.root, "a compaction")
     step = check_step(step)
-    chosen = newest_step(target.root) if step is None else step
+    chosen = newest_step(target.root.in_calls) if step is None else step
     what = f"compaction of step {chosen}"
     future = SaveFuture(step=chosen, path=target.root.path, what=what, pools=(rewriters,))
     if target.rank:

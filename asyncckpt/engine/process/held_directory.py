@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
-from asyncckpt.commit.root import CheckpointRoot, WriteRoot
+from asyncckpt.commit.root import StoreRoot, WriteRoot, check_store
 from asyncckpt.commit.transaction import Commits, Uploader
 from asyncckpt.engine.process.background import committer, retainer
 from asyncckpt.engine.process.log import log_warning
@@ -23,8 +23,12 @@ def commits_of(
 
 
 @contextmanager
-def held_directory(root: CheckpointRoot, durability: Durability) -> Iterator[Commits]:
-    """Hold the LOCK; ConflictError when another process does."""
+def held_directory(root: WriteRoot, durability: Durability) -> Iterator[Commits]:
+    """Hold the LOCK; ConflictError when another process does. A store has none: check that it can be written to."""
+    if isinstance(root, StoreRoot):
+        check_store(root.store)
+        yield commits_of(root, None, durability)
+        return
     lock = OwnerLock.acquire(root.root, LOCK_NAME)
     try:
         yield commits_of(root, lock, durability)

@@ -10,7 +10,8 @@ A step is given up, and nothing of it committed, when a part fails, at the end o
 that has saved its part of it, or wants another step: then that call says whose parts have not come.
 
 The directory stays open, and locked, while parts are missing, whichever Savers are closed meanwhile. A crash leaves a
-folder that the next save sweeps.
+folder that the next save sweeps. A store has no lock, and nothing is swept; each Saver knows of its own what is there,
+so all whose parts have come hear of the commit.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import atexit
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncckpt.commit.claims import Claim, claims
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import WriteRoot, on_disk
+from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import cause_of
 from asyncckpt.engine.process.background import committer, run_on, workers
@@ -37,6 +39,7 @@ from asyncckpt.engine.save.save_job import Committed, SaveJob, Written
 from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import IndeterminateError, PeerError
+from asyncckpt.format.names import manifest_name
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.write_manifest import encode_part
 from asyncckpt.model.table import IdsHeld
@@ -62,8 +65,8 @@ class _Part:
 class StepInTurn:
     """A step of which some ranks have saved their part.
 
-    running: ranks whose save has been called and has not ended. writers: which rank has written a replica. over: why no
-    part is taken any more; None while some are missing.
+    running: ranks whose save has been called and has not ended. writers: which rank has written a replica. roots: those
+    of the Savers. over: why no part is taken any more; None while some are missing.
     """
 
     claim: Claim
@@ -71,6 +74,7 @@ class StepInTurn:
     running: set[int] = field(default_factory=set)
     parts: dict[int, _Part] = field(default_factory=dict)
     writers: dict[str, int] = field(default_factory=dict)
+    roots: list[WriteRoot] = field(default_factory=list)
     over: str | None = None
     _opened: Opened | None = None
     _transaction: Transaction | None = None
@@ -132,15 +136,18 @@ class StepInTurn:
         owners = {item.path: self.writers.get(item.path, rank) for item in held.items}
         share.by_peers = share.ranks.replicas.written_by_peers(share.replicas, owners, "")
         transaction = await run_on(committer, self._begun, job)
-        written = await run_on(workers, write_files, job, transaction.folder, transaction.attempt)
+        written = await run_on(workers, write_files, job, transaction.place, transaction.attempt)
         self._check_goes_on(rank)
         job.enter(FutureState.COMMITTING)
         self.writers.update(owners)
+        self.roots.append(job.target.root)
         self.parts[rank] = _Part(written, job.values, job.metadata, held, contents, share.ids_held)
         if self.missing:
             return Committed(written, transaction.attempt, None, (), waits_for=self.missing)
         self.over = "all parts have come"
         published = await transaction.commit(self._draft(transaction), job.recorder)
+        for root in self.roots:
+            root.note(manifest_name(self.claim.step))
         return Committed(written, transaction.attempt, None, (), published.manifest_bytes)
 
     def _check_goes_on(self, rank: int) -> None:
@@ -159,8 +166,7 @@ class StepInTurn:
     def _begun(self, job: SaveJob) -> Transaction:
         """Return the transaction; the first part begins it, in a directory of its own. On a commit thread."""
         if self._transaction is None:
-            root = on_disk(job.target.root, "saving in turn")
-            self._opened = open_alone(root.path, exact_modes=False)
+            self._opened = open_alone(job.target.root.path, exact_modes=False)
             commits = commits_of(self._opened.root, self._opened.lock, job.target.options.durability)
             self._transaction = Transaction.begin(commits, self.claim, job.recorder)
         return self._transaction
@@ -190,8 +196,8 @@ class _PartOfClaim(Claim):
         self.turn.end(self.rank)
 
 
-# Those that wait for calls, by the device and inode of their directories.
-_steps: dict[tuple[int, int], StepInTurn] = {}
+# Those that wait for calls, by the identity of their directories.
+_steps: dict[tuple[Any, ...], StepInTurn] = {}
 
 
 def claim_in_turn(ranks: Ranks, root: WriteRoot, step: int | None) -> Claim:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from asyncckpt.arguments import check_int
 from asyncckpt.commit.removal import complete_decided
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot, on_disk
+from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import open_file_channel
 from asyncckpt.coordination.messages import Limits, cause_of
@@ -145,7 +145,7 @@ def open_directory(path: Place, *, index: int, count: int, options: RankOptions,
         return open_alone(path, exact_modes=exact_modes)
     process_group, peer_deadline_s = options.process_group, float(options.peer_deadline)
     if isinstance(path, StoreUrl):
-        _check_store_ranks(path, is_over_files=_meets_over_files(process_group, index, count), in_turn=options.in_turn)
+        _check_not_over_files(path, process_group, index=index, count=count, in_turn=options.in_turn)
     if options.in_turn:
         ranks = replace(_ranks_over(cast(Channel, _Place(index, count)), peer_deadline_s), in_turn=True)
         return replace(open_alone(path, exact_modes=exact_modes), ranks=ranks)
@@ -170,16 +170,14 @@ def open_directory(path: Place, *, index: int, count: int, options: RankOptions,
     return replace(opened, owned=channel)
 
 
-def _check_store_ranks(url: StoreUrl, *, is_over_files: bool, in_turn: bool) -> None:
-    """Refuse ranks that need a directory on a disk for more than their checkpoints. UnsupportedError."""
-    if in_turn:
-        what, hint = "ranks that save in turn need a directory on a disk", "upload the directory afterwards"
-    elif is_over_files:
-        what = "ranks that find each other by files need a directory on a disk"
-        hint = "initialize torch.distributed, or pass RankOptions(process_group=...)"
-    else:
-        return
-    raise UnsupportedError(what, found=str(url), hint=hint)
+def _check_not_over_files(url: StoreUrl, process_group: Any, *, index: int, count: int, in_turn: bool) -> None:
+    """Refuse ranks that would find each other by files in a store. UnsupportedError."""
+    if not in_turn and _meets_over_files(process_group, index, count):
+        raise UnsupportedError(
+            "ranks that find each other by files need a directory on a disk",
+            found=str(url),
+            hint="initialize torch.distributed, or pass RankOptions(process_group=...)",
+        )
 
 
 def _leave_cause(channel: StoreChannel, error: BaseException) -> None:
@@ -253,10 +251,9 @@ def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exac
     else:
         opened = Opened(_await_root(path, until, deadline_s=deadline_s, exact_modes=exact_modes))
     try:
+        assert isinstance(opened.root, CheckpointRoot)
         left_s = max(0.0, until - time.monotonic())
-        channel = open_file_channel(
-            on_disk(opened.root, "ranks that meet over files").root, rank=index, ranks_count=count, deadline_s=left_s
-        )
+        channel = open_file_channel(opened.root.root, rank=index, ranks_count=count, deadline_s=left_s)
     except BaseException:
         opened.close()
         raise

@@ -24,12 +24,12 @@ def import_with(asked: Conversion) -> Facts:
 
 
 def plan_export(asked: Conversion) -> Facts:
-    check_is_free(asked.target)
+    check_is_free(asked.exported)
     return _facts(asked, convert.plan_export(asked.source, asked.step, asked.names))
 
 
 def export_with(asked: Conversion) -> Facts:
-    places = asked.source, asked.target, asked.step
+    places = asked.source, asked.exported, asked.step
     done = convert.run_export(*places, asked.progress, asked.names, verify=asked.verify)
     return {**_facts(asked, done), "seconds": done.seconds}
 

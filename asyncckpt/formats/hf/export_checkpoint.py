@@ -128,13 +128,13 @@ def export(asked: Conversion, *, shard_size: int = SHARD_BYTES) -> ExportReport:
     plan, (written, reused), seconds = run_export(
         asked, partial(ExportPlan.of, shard_size=shard_size), partial(_write, asked)
     )
-    report: ExportReport = plan.report(asked.target)
+    report: ExportReport = plan.report(asked.exported)
     return replace(report, bytes_written=written, reused_bytes=reused, seconds=seconds)
 
 
 def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader, identity: str) -> tuple[int, int]:
     """Write the folder and give it its name; return the bytes of its files of tensors, and how many were there."""
-    path, options, progress = asked.target, asked.options, asked.progress
+    path, options, progress = asked.exported, asked.options, asked.progress
     asked.expect(plan.bytes)
     with NewEntry(path, kind="hf", durability=options.durability) as entry:
         folder = entry.make_folder(identity)

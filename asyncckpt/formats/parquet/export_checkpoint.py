@@ -115,14 +115,14 @@ def export_checkpoint(
 def export(asked: Conversion) -> ExportReport:
     """Do the same, as it is asked for. Warns of nothing."""
     plan, (rows, size), seconds = run_export(asked, ExportPlan.of, partial(_write, asked))
-    report: ExportReport = plan.report(asked.target)
+    report: ExportReport = plan.report(asked.exported)
     return replace(report, rows=rows, bytes_written=size, seconds=seconds)
 
 
 def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader, _: str) -> tuple[dict[str, int], int]:
     """Write the folder and give it its name; return the rows of every table, and the bytes of the files."""
-    asked.expect(plan.report(asked.target).bytes_written)
-    with NewEntry(asked.target, kind="parquet", durability=asked.options.durability) as entry:
+    asked.expect(plan.report(asked.exported).bytes_written)
+    with NewEntry(asked.exported, kind="parquet", durability=asked.options.durability) as entry:
         folder = entry.make_folder()
         rows: dict[str, int] = {}
         digests: dict[str, bytes] = {}
@@ -135,9 +135,9 @@ def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader, _: str) -> 
         entry.sync()
         for found in parquet_tables(entry.temporary):
             for column in found.columns if asked.verify else ():
-                check_digest(f"{found.name}@{column.name}", found.digest(column), digests, asked.target)
+                check_digest(f"{found.name}@{column.name}", found.digest(column), digests, asked.exported)
                 asked.progress.advance(found.rows_count * column.row_bytes)
-        entry.give_name(lambda: _is_there(asked.target))
+        entry.give_name(lambda: _is_there(asked.exported))
     return rows, size
 
 

@@ -120,7 +120,7 @@ def export(asked: Conversion, **names: Any) -> ExportReport:
     """Do the same, as it is asked for."""
     plan, out, seconds = run_export(asked, partial(ExportPlan.of, **names), partial(_write, asked))
     rows = {table.name: table.rows_count for table in out.tables}
-    report: ExportReport = plan.report(asked.target)
+    report: ExportReport = plan.report(asked.exported)
     return replace(report, rows=rows, bytes_written=out.bytes_written, reused_bytes=out.reused_bytes, seconds=seconds)
 
 
@@ -134,7 +134,7 @@ class _Written:
 def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader, identity: str) -> _Written:
     asked.expect(plan.bytes)
     with RecisWriter(
-        asked.target,
+        asked.exported,
         shards_count=plan.shards_count,
         options=asked.options,
         progress=asked.progress,

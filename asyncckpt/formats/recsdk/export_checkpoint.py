@@ -146,7 +146,7 @@ def export_checkpoint(
 def export(asked: Conversion, **names: Any) -> ExportReport:
     """Do the same, as it is asked for."""
     plan, (rows, size, reused), seconds = run_export(asked, partial(ExportPlan.of, **names), partial(_write, asked))
-    report: ExportReport = plan.report(asked.target)
+    report: ExportReport = plan.report(asked.exported)
     return replace(report, rows=rows, bytes_written=size, reused_bytes=reused, seconds=seconds)
 
 
@@ -154,14 +154,14 @@ def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader, identity: s
     """Write the folder and give it its name; return the rows of every table, the bytes of all data, and how many of
     them were there already."""
     asked.expect(plan.bytes)
-    with NewEntry(asked.target, kind="recsdk", durability=asked.options.durability) as entry:
+    with NewEntry(asked.exported, kind="recsdk", durability=asked.options.durability) as entry:
         writer = _Writer(entry.make_folder(identity), asked.options, asked.progress, entry.written)
         rows = writer.write(plan, reader)
         entry.sync()
         found = read_recsdk_checkpoint(entry.temporary)
         if asked.verify:
-            writer.check(found, asked.target)
-        entry.give_name(lambda: _is_there(asked.target))
+            writer.check(found, asked.exported)
+        entry.give_name(lambda: _is_there(asked.exported))
     return rows, writer.bytes_written, 0 if entry.written is None else entry.written.reused_bytes
 
 

@@ -27,7 +27,7 @@ def import_with(asked: Conversion) -> Facts:
 
 
 def plan_export(asked: Conversion) -> Facts:
-    return _facts(asked, plan_export_of(asked, ExportPlan.of)[0].report(asked.target))
+    return _facts(asked, plan_export_of(asked, ExportPlan.of)[0].report(asked.exported))
 
 
 def export_with(asked: Conversion) -> Facts:

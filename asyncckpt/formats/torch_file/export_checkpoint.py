@@ -118,7 +118,7 @@ def export(asked: Conversion) -> ExportReport:
     """Do the same, as it is asked for. Warns of nothing."""
     begun = time.perf_counter()
     plan_export(asked, ExportPlan.of)  # What is refused makes no folders.
-    file, durability, progress = asked.target, asked.options.durability, asked.progress
+    file, durability, progress = asked.exported, asked.options.durability, asked.progress
     with NewEntry(file, kind="torch", durability=durability) as entry, FileMemory(entry.scratch_file()) as memory:
         plan, state = _load(asked, memory)
         try:
@@ -143,7 +143,7 @@ def _load(asked: Conversion, memory: FileMemory) -> tuple[ExportPlan, Any]:
         opened = look_again(root, lambda: open_step(root, request, newest_step(root) if step is None else step))
         with opened.reader:
             plan = ExportPlan.of(asked.names.chain(opened.chain))
-            size = plan.report(asked.target).bytes_written
+            size = plan.report(asked.exported).bytes_written
             asked.progress.bytes_expected = size * (3 if asked.verify else 2)  # It is read from here, too.
             tree = load_open(root, request, opened).tree
             asked.progress.advance(opened.reader.bytes_read)

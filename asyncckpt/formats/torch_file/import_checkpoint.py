@@ -79,7 +79,7 @@ def run_import(asked: Conversion) -> SaveResult:
     found = FoundState.of(asked.foreign, asked.names)
     asked.expect(sum(tensor.nbytes for tensor in found.flat.tensors))
     durability, parallel = asked.options.durability, asked.options.parallel
-    with Saver(path=asked.target, tensors=found.state, durability=durability, parallel=parallel) as saver:
+    with Saver(path=str(asked.target), tensors=found.state, durability=durability, parallel=parallel) as saver:
         busy, progress = BusyPolicy("wait"), asked.progress
         saving = start_save(
             saver._target, step=asked.step, kind="full", metadata=None, busy=busy, staged=False, progress=progress

@@ -73,7 +73,8 @@ def publish_again(saved: Written, made: Written, *, compacted: bool) -> None:
         claim = Claim(root.root.identity, "compaction" if compacted else "save", attempt)
         with Transaction.begin(commits, claim) as transaction:
             for path in made.folder.iterdir():
-                fd, _ = transaction.folder.create_file(path.name)
+                assert isinstance(transaction.place, Directory)
+                fd, _ = transaction.place.create_file(path.name)
                 os.write(fd, path.read_bytes())
                 os.close(fd)
             draft = Draft(made.head, made.body, made.digests)
