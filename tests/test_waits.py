@@ -47,7 +47,7 @@ ALLOWED = {
     ("engine/process/event_line.py", "queue.get()"): "a daemon that has nothing to do",
     ("follower.py", "asyncio.wait([waiter])"): MEMORY,
     ("follower.py", "waiter.exception()"): DONE,
-    ("integrations/lightning.py", "future.exception()"): DONE,
+    ("integrations/lightning_io.py", "future.exception()"): DONE,
     ("loader.py", "streams.wait()"): EVENT,
     ("periodic.py", "future.result()"): DONE,
     ("plan/sharded_leaves.py", "wait()"): "a collective of torch, which has the deadline of its group",

@@ -145,9 +145,7 @@ class NativeCore:
         found, alike = np.empty(count, dtype=PLACE), c_uint64()
         calls = AcTorch(*torch.functions, torch.type_offset, torch.tensor_offset, torch.keys_offset)
         facts = known.tensors.ctypes.data, count, known.shapes.ctypes.data
-        call(
-            self._library.ac_tensors, byref(calls), objects.ctypes.data, *facts, found.ctypes.data, byref(alike)
-        )
+        call(self._library.ac_tensors, byref(calls), objects.ctypes.data, *facts, found.ctypes.data, byref(alike))
         return found if alike.value == count else None
 
     def walk(self, python: PythonCalls, root: object, words: U64, slots: int) -> NDArray[Any] | None:

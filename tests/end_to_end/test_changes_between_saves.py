@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import asyncckpt
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.native import torch_calls
-from asyncckpt.native.tensors import Places
+from asyncckpt.native.tensors import Places, TensorFacts
 from asyncckpt.native.torch_calls import KnownTensors
 from tests.end_to_end.state import bits
 
@@ -124,9 +125,10 @@ def test_a_fact_that_is_not_compared_would_be_found(tmp_path: Path, monkeypatch:
 
     def blind(self: KnownTensors, tensors: Sequence[torch.Tensor]) -> Places | None:
         """Takes negated and conjugated views for others."""
-        if len(tensors) == len(self.tensors):
-            self.tensors["keys"] = [torch_calls._keys(tensor) for tensor in tensors]
-        return asked(self, tensors)
+        known, shapes = self.facts.tensors.copy(), self.facts.shapes
+        if len(tensors) == len(known):
+            known["keys"] = [torch_calls._keys(tensor) for tensor in tensors]
+        return asked(replace(self, facts=TensorFacts(known, shapes)), tensors)
 
     monkeypatch.setattr(KnownTensors, "places", blind)
     assert any("step" in mistake for mistake in mistakes(tmp_path / "d", seed=1))

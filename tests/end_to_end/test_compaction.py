@@ -229,7 +229,7 @@ def test_a_folder_that_is_taken_away_is_not_published(chain: Chain, monkeypatch:
 
     def write_and_lose(*arguments: Any, **options: Any) -> Any:
         written = write(*arguments, **options)
-        shutil.rmtree(next(path for path in arguments if isinstance(path, Transaction)).folder.path)
+        shutil.rmtree(next(path for path in arguments if isinstance(path, Transaction)).place.path)
         return written
 
     monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_lose)

@@ -23,6 +23,7 @@ from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.format.names import Attempt
+from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
 from tests.end_to_end.turns import Turns
@@ -66,8 +67,9 @@ class World:
         with CheckpointRoot.for_writing(self._path) as root, held_directory(root, "fsync") as commits:
             claim = Claim(root.root.identity, "save", Attempt(step=made.head.step, id=made.head.attempt))
             with Transaction.begin(commits, claim) as begun:
+                assert isinstance(begun.place, Directory)
                 for path in made.folder.iterdir():
-                    fd, _ = begun.folder.create_file(path.name)
+                    fd, _ = begun.place.create_file(path.name)
                     os.write(fd, path.read_bytes())
                     os.close(fd)
                 draft = Draft(made.head, made.body, made.digests)
