@@ -6,8 +6,8 @@ What only looks needs neither torch nor NumPy: the rest is imported when it is f
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from asyncckpt.commit.discover import (
     by_step,
     committed_steps,
+    compacted_among,
     look_again,
     newest_step,
     read_manifest,
@@ -122,7 +123,7 @@ class CheckpointSummary:
     """One committed checkpoint in short.
 
     kind           "full" or "delta"
-    parents        steps that a delta builds upon, newest first; empty for a full one
+    parents        steps that a delta builds upon, newest first, down to a full one; empty for a full one
     compacted      whether it was folded into a full checkpoint after it was saved
     bytes          the size of its own files; a delta needs those of its parents too
     tables         rows per table in its own files, of all ranks
@@ -201,7 +202,7 @@ class KnownSummaries:
         kept: dict[int, tuple[object, CheckpointSummary]] = {}
         with open_root(self._path) as root:
             listed = root.manifests.names()
-            pinned = pins_among(listed)
+            pinned, compacted = pins_among(listed), compacted_among(listed)
             for step, names in sorted(by_step(listed).items()):
                 uninterrupted.look()
                 try:
@@ -212,6 +213,8 @@ class KnownSummaries:
                         known = version, _short(root, step, names, pinned=step in pinned)
                     kept[step] = known
                     found[step] = known[1]
+                    if compacted and known[1].parents:
+                        found[step] = replace(known[1], parents=_down_to_full(known[1].parents, compacted))
                 except NotFoundError:  # It was removed since it was listed.
                     continue
                 except CheckpointError as error:
@@ -236,7 +239,15 @@ def describe(path: str | os.PathLike[str], step: int | None = None) -> Checkpoin
     with open_root(check_place(path)) as root:
         manifest = look_again(root, lambda: read_manifest(root, newest_step(root) if step is None else step))
         pinned = is_pinned(root, manifest.step)
-    return _info(manifest, pinned=pinned)
+        compacted = compacted_among(root.manifests.names()) if manifest.head.parents else ()
+    info = _info(manifest, pinned=pinned)
+    return replace(info, parents=_down_to_full(info.parents, compacted))
+
+
+def _down_to_full(parents: Sequence[int], compacted: Container[int]) -> tuple[int, ...]:
+    """Return the parents that a delta still needs: one that was compacted behind its save is full."""
+    end = next((number for number, step in enumerate(parents, 1) if step in compacted), len(parents))
+    return tuple(parents[:end])
 
 
 def _info(manifest: Manifest, *, pinned: bool) -> CheckpointInfo:

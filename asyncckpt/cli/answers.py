@@ -17,9 +17,20 @@ from asyncckpt.model.store_url import StoreUrl
 Answer = TypeVar("Answer")
 
 
+def given(text: str) -> str:
+    """Refuse an empty argument, as of a shell's variable that is not set: as a path it is the current folder."""
+    if not text:
+        raise ArgumentTypeError("it is empty")
+    return text
+
+
 def place(text: str) -> Path | str:
     """Take an argument as a path, or as the URL that it is: a path would lose one of its slashes."""
-    return text if StoreUrl.is_url(text) else Path(text)
+    return text if StoreUrl.is_url(text) else file(text)
+
+
+def file(text: str) -> Path:
+    return Path(given(text))
 
 
 class Commands:

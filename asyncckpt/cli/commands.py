@@ -27,10 +27,14 @@ def main() -> NoReturn:
     warnings.filterwarnings("ignore", "asyncckpt runs its portable twin")  # doctor says it.
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        code = run(sys.argv[1:])
+        try:
+            code = run(sys.argv[1:])
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else ExitCode.FAILED
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -39,6 +43,14 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = ExitCode.FAILED
     sys.exit(code)
+
+
+def _replace_closed_streams() -> None:
+    """Where Python was given no stream, as under cron, errors go nowhere, and an answer fails to be written."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.cli import as_json
-from asyncckpt.cli.answers import Commands, add_dry_run, add_json, asked, natural
+from asyncckpt.cli.answers import Commands, add_dry_run, add_json, asked, given, natural
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.cli.text import count_of, safe, size
 from asyncckpt.errors import UsageError
@@ -79,8 +79,8 @@ def add_commands(commands: Commands) -> None:
 
 def _add_arguments(parser: ArgumentParser, *, source: str, target: str) -> None:
     parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=f"whose format: {', '.join(FORMATS)}")
-    parser.add_argument("source", metavar="SOURCE", help=source)
-    parser.add_argument("target", metavar="TARGET", help=target)
+    parser.add_argument("source", metavar="SOURCE", type=given, help=source)
+    parser.add_argument("target", metavar="TARGET", type=given, help=target)
     parser.add_argument(
         "--column",
         metavar="SLOT=COLUMN",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from argparse import ArgumentTypeError, Namespace
-from pathlib import Path
 
 from asyncckpt.cli import as_json, screen
-from asyncckpt.cli.answers import Commands, add_json, asked, natural
+from asyncckpt.cli.answers import Commands, add_json, asked, file, natural
 from asyncckpt.cli.findings import ExitCode
 
 
@@ -16,7 +15,7 @@ def add_commands(commands: Commands) -> None:
         "follow", follow, "print each step as it is committed, until Ctrl-C", "The directory need not exist yet."
     )
     made.add_argument("--after", type=natural, help="begin after this step; default: with the oldest")
-    made.add_argument("--cursor", type=Path, help="a small file that remembers the last step printed")
+    made.add_argument("--cursor", type=file, help="a small file that remembers the last step printed")
     made.add_argument("--poll", type=_seconds, default=1.0, help="seconds between two checks (1)")
     made.add_argument("--until", type=natural, help="end after this step; default: never")
     add_json(made, "print one JSON object a line")

@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
 from asyncckpt.checkpoints import summaries
-from asyncckpt.cli.answers import Commands, asked, natural
+from asyncckpt.cli.answers import Commands, asked, file, natural
 from asyncckpt.cli.findings import ExitCode, Finding, worst_code
 from asyncckpt.cli.text import safe, size
 from asyncckpt.errors import CheckpointError, IOFailedError
@@ -21,7 +21,7 @@ REPORT_NAME = "report.html"
 def add_commands(commands: Commands) -> None:
     more = "Timeline, stalls, sizes, chains, tables: one file, which needs nothing else. Reads manifests only."
     made = commands.add("report", report, "write what a directory holds as a page of HTML", more)
-    made.add_argument("-o", "--output", type=Path, default=Path(REPORT_NAME), help=f"the file ({REPORT_NAME})")
+    made.add_argument("-o", "--output", type=file, default=Path(REPORT_NAME), help=f"the file ({REPORT_NAME})")
     more = "The page is served to this machine alone and changes as steps are committed. DIR need not exist yet."
     made = commands.add("watch", watch, "serve the same page, live, until Ctrl-C", more)
     made.add_argument("--port", type=_port, default=0, help="where on 127.0.0.1; default: a free port")

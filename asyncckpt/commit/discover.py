@@ -74,6 +74,12 @@ def by_step(listed: Iterable[str]) -> dict[int, list[str]]:
     return {step: [n for n in (manifest_name(step), compacted_manifest_name(step)) if n in names] for step in steps}
 
 
+def compacted_among(listed: Iterable[str]) -> set[int]:
+    """Return the steps that have the manifest of a compacted checkpoint among these names."""
+    steps = {name: step_of_manifest(name) for name in listed}
+    return {step for name, step in steps.items() if step is not None and name == compacted_manifest_name(step)}
+
+
 def read_manifest(root: ReadRoot, step: int) -> Manifest:
     """Read and check the manifest of a step, the compacted one where there is one.
 

@@ -21,6 +21,7 @@ import asyncckpt
 import asyncckpt.engine.compact.run_compaction
 import asyncckpt.shard.stored_rows
 from asyncckpt import filters
+from asyncckpt.checkpoints import KnownSummaries
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.run_compaction import run_compaction
@@ -161,6 +162,18 @@ def test_later_deltas_build_upon_the_compacted_step(tmp_path: Path) -> None:
         manifest(tmp_path, step).unlink()
     for step in (3, 4, 5):
         assert load_image(tmp_path, step) == run.images[step]
+
+
+def test_a_delta_builds_upon_the_compacted_step_alone(chain: Chain) -> None:
+    """Its manifest lists what was there when it was saved; what is looked at ends where a load does."""
+    known = KnownSummaries(chain.path)
+    assert known.now()[4].parents == (3, 2, 1)
+    asyncckpt.compact(chain.path, 3)
+    asyncckpt.checkpoints.remove(chain.path, [1, 2])
+    assert asyncckpt.list_steps(chain.path) == [3, 4]
+    parents = [found.parents for found in (asyncckpt.describe(chain.path, 4), known.now()[4])]
+    assert parents == [(3,), (3,)]
+    assert asyncckpt.verify(chain.path, 4).steps == (4, 3)
 
 
 def test_retention_lets_what_was_folded_go(tmp_path: Path) -> None:

@@ -211,6 +211,37 @@ def test_every_command_has_help(command: str) -> None:
     assert command in WITHOUT_DIRECTORY or "--json" in result.stdout
 
 
+@pytest.mark.parametrize("command", [*ARGUMENTS, *sorted(PAGES)])
+def test_a_directory_without_a_name_is_not_the_current_one(
+    model: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a shell's variable that is not set, in a folder that holds checkpoints."""
+    with directory("good", model, tmp_path) as path:
+        monkeypatch.chdir(path)
+        before = names_below(path)
+        result = invoke(command, *FORMATS.get(command, ()), "", *ARGUMENTS.get(command, ()))
+        assert (result.exit_code, result.stdout) == (ExitCode.USAGE, "")
+        assert "is empty" in result.stderr.splitlines()[-1]
+        assert names_below(path) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("import", "recis", "DIR", ""),
+        ("export", "recis", "DIR", ""),
+        ("diff", "DIR", "--with", ""),
+        ("report", "DIR", "-o", ""),
+        ("follow", "DIR", "--cursor", ""),
+    ],
+    ids=lambda words: words[0],
+)
+def test_other_places_without_a_name_are_refused(model: Path, words: tuple[str, ...]) -> None:
+    result = invoke(*(model if word == "DIR" else word for word in words))
+    assert result.exit_code == ExitCode.USAGE
+    assert "is empty" in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("command", ARGUMENTS)
 def test_wrong_usage_is_told_in_a_line(command: str) -> None:
     result = invoke(command)

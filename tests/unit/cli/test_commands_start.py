@@ -125,3 +125,19 @@ def test_an_output_that_cannot_show_a_name_gets_escapes(directory: Path) -> None
 def test_show_tells_plain_values(directory: Path) -> None:
     assert ["epoch", "3"] in [line.split() for line in program("show", directory).stdout.splitlines()]
     assert json.loads(program("show", directory, "--json").stdout)["values"] == {"epoch": 3}
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+@pytest.mark.parametrize("words", [["ls", "DIR"], ["show", "DIR"], ["--help"], ["--version"], ["ls", "nowhere"]])
+def test_a_closed_stream_is_no_traceback(directory: Path, words: list[str], closed: int) -> None:
+    """As under cron and daemons. An answer that nobody can get is no success."""
+    arguments = [str(directory) if word == "DIR" else word for word in words]
+    shell = f'exec "$@" {closed}>&-'
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", sys.executable, "-m", "asyncckpt", *arguments],
+        capture_output=True, text=True, timeout=120, cwd=directory.parent,
+    )  # fmt: skip
+    expected = ExitCode.NOT_FOUND if "nowhere" in words else ExitCode.FAILED if closed == 1 else ExitCode.OK
+    assert (done.returncode, "Traceback" in done.stderr) == (expected, False), done.stderr
+    if closed == 1:
+        assert len(done.stderr.splitlines()) == 1
