@@ -85,6 +85,7 @@ def copied(spec: dict[str, Any], folder: Path) -> Parts:
 
 def touched(spec: dict[str, Any], folder: Path) -> Parts:
     """The tables of `bench touched`, a share of whose rows is written before each save."""
+    import asyncckpt
     from bench.touched import ShareTrainer, TouchedSpec, _Ours, table_state
 
     state = table_state(spec["bytes"])
@@ -96,8 +97,16 @@ def touched(spec: dict[str, Any], folder: Path) -> Parts:
         trainer.choose(spec["share"])
         trainer.touch_all()
 
+    def open_now() -> _Ours:
+        policy = asyncckpt.DeltaPolicy
+        asyncckpt.DeltaPolicy = lambda **_: policy(bytes_share_max=1e9)  # type: ignore  # Chains as long as by default.
+        peer = _Ours(state, of_round)
+        if spec["layout"] == "delta":
+            peer._kind = "auto"
+        return peer
+
     touch()
-    return trainer, lambda: _Ours(state, of_round), touch
+    return trainer, open_now, touch
 
 
 def begin(checkout: Path, spec: dict[str, Any]) -> subprocess.Popen[str]:
