@@ -36,7 +36,7 @@ from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.engine.save.go_back import check_may_go_back, go_back
-from asyncckpt.errors import UsageError, closing_beside, warn
+from asyncckpt.errors import CorruptError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.strict_json import Json
 from asyncckpt.loader import Loader
@@ -282,7 +282,14 @@ class Checkpointer:
         # From here on, also when an error ends it, the state is not that of the last step any more.
         self._last_step = self._step_ended = None
         self._periodic._forget_last()
-        report = self._together.all_done(lambda: self._load(step))
+        try:
+            report = self._together.all_done(lambda: self._load(step))
+        except CorruptError:
+            older = [other for other in committed_steps(self._saver._target.root) if other < step]
+            if older and self._saver._target.rank == 0:
+                back = f"restore({older[-1]}, discard_newer=True) goes on from the one before it"
+                warn(f"asyncckpt: step {step} of {self.path!r} is damaged; {back}", RuntimeWarning)
+            raise
         if discard_newer:
             self._together.all_done(lambda: go_back(self._saver._target, step))
         self._report, self._last_step = report, step
