@@ -3,13 +3,14 @@
     training     call | forward, backward       | step: copy the rest, wait, compare, then write
     background        | chunk, chunk, chunk ... |
 
-1. The call lists the memory of each optimizer as one part: what the host has to copy, in chunks, and torch's versions
-   of all its tensors, also of those that devices copy.
+1. The call lists the memory of each optimizer as one part, and that of each of its tables as another: what the host has
+   to copy, in chunks, and how often it was written, also of tensors that devices copy.
 2. One thread of the background copies chunks, part by part, in the order in which the optimizers have stepped last.
 3. A step copies what is left of the parts that it is about to write, on all cores, waits for the chunk that is being
-   copied, compares the versions, and closes these parts: from here on their memory may change.
+   copied, compares the counts, and closes these parts: from here on their memory may change. A table does the same
+   before it writes or moves rows of its part for anybody else.
 4. Whoever else has waited for the copies closes all that is open in the same way; at the latest the commit.
-5. A version that has moved says that something else than a step has written: the save is refused, and names the tensor.
+5. A count that has moved says that something else than a step has written: the save is refused, and names the tensor.
 
 torch counts a write when it has ended. So step 3, on the thread that writes, sees all of them; step 4 sees all but
 those that have begun before the copy and not ended when the files are on disk. Memory is held by its storage, so that a
@@ -22,8 +23,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ import torch
 from asyncckpt.devices.stepped_memory import SteppedMemory
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.guard import Guard
+from asyncckpt.model.table import WatchedCut
 from asyncckpt.native import I64, U64, core
 from asyncckpt.options import DEVICE_DEADLINE_S
 from asyncckpt.signals import STEP_S, uninterrupted
@@ -38,61 +41,121 @@ from asyncckpt.signals import STEP_S, uninterrupted
 CHUNK_BYTES = 16 << 20
 PATIENCE_S = 20.0
 """How long `settle` leaves all to the thread of `run`, which may starve beside a trainer that never steps again."""
+COUNT_S_MAX = 1.0
+"""How long a table takes at most to count a write of its own."""
 
 _HINT = "call wait_staged() before anything but step() changes it, or leave its optimizer out of optimizers="
 
 
 class Watch:
-    """Tensors of a state and, over the same memory, those of an optimizer; their versions and storages at the call.
+    """Memory of a state: where it is, and how often it was written, at the call and now.
 
-    RuntimeError for an inference tensor, whose writes torch does not count.
+    held: the tensors over it. counts: returns how often each of them was written, once or several times over.
     """
 
+    what = "tensor"
+
     def __init__(
-        self, held: Sequence[torch.Tensor], stepped: Sequence[torch.Tensor], name: Callable[[int], str]
+        self, held: Sequence[torch.Tensor], counts: Callable[[], list[int]], name: Callable[[int], str]
     ) -> None:
-        self._tensors = (held, stepped)
-        self._name = name
-        self._versions = [_versions(tensors) for tensors in self._tensors]
+        self._counts, self._name = counts, name
+        self._before = counts()
         self._storages = list(map(torch.Tensor.untyped_storage, held))
         self._begins = list(map(torch.UntypedStorage.data_ptr, self._storages))
         self._bytes = list(map(torch.UntypedStorage.nbytes, self._storages))
 
+    @staticmethod
+    def of_tensors(
+        held: Sequence[torch.Tensor], stepped: Sequence[torch.Tensor], name: Callable[[int], str]
+    ) -> Watch:
+        """Watch tensors of a state and, over the same memory, those of an optimizer.
+
+        RuntimeError for an inference tensor, whose writes torch does not count.
+        """
+        return Watch(held, partial(_versions, (*held, *stepped)), name)
+
+    def begin(self) -> None:
+        """Begin to watch, before the memory may change."""
+
+    def end(self) -> None:
+        """Watch no longer. Idempotent."""
+
+    def await_counts(self) -> None:
+        """Wait while somebody counts a write that is none."""
+
     def check_unchanged(self) -> None:
-        for tensors, before in zip(self._tensors, self._versions, strict=True):
-            now = _versions(tensors)
-            if now != before:
-                number = next(number for number, version in enumerate(now) if version != before[number])
-                raise UsageError(
-                    f"tensor {self._name(number)!r} was changed behind the call of a save, and before the next step of "
-                    "its optimizer",
-                    hint=_HINT,
-                )
+        now = self._counts()
+        if now != self._before:
+            number = next(number for number, count in enumerate(now) if count != self._before[number])
+            raise UsageError(
+                f"{self._named(number)} was changed behind the call of a save, and before the next step of its "
+                "optimizer",
+                hint=_HINT,
+            )
 
     def check_in_place(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             storage = self._storages[number]
             if storage.data_ptr() != self._begins[number] or storage.nbytes() < self._bytes[number]:
                 raise UsageError(
-                    f"the memory of tensor {self._name(number)!r} was freed or moved before it was copied", hint=_HINT
+                    f"the memory of {self._named(number)} was freed or moved before it was copied", hint=_HINT
                 )
+
+    def _named(self, number: int) -> str:
+        return f"{self.what} {self._name(number % len(self._storages))!r}"
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+class TableWatch(Watch):
+    """Columns of a table that asks before it writes to them: a RowWatcher.
+
+    let_write: called before their rows change or move.
+    """
+
+    what = "column"
+
+    def __init__(
+        self, table: str, cut: WatchedCut, columns: Mapping[str, torch.Tensor], let_write: Callable[[], None]
+    ) -> None:
+        names = tuple(columns)
+        super().__init__(
+            list(columns.values()), partial(cut.writes_by_others, names), lambda number: f"{table}.{names[number]}"
+        )
+        self._cut, self._names, self._let_write = cut, frozenset(names), let_write
+
+    def begin(self) -> None:
+        self._cut.watch(self)
+
+    def end(self) -> None:
+        self._cut.unwatch(self)
+
+    def await_counts(self) -> None:
+        until = time.monotonic() + COUNT_S_MAX
+        while self._counts() != self._before and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def rows_change(self, rows: I64, columns: Collection[str] | None) -> None:
+        if columns is None or not self._names.isdisjoint(columns):
+            self._let_write()
+
+    def storage_moves(self) -> None:
+        self._let_write()
+
+
 @dataclass(frozen=True)
 class Chunk:
-    """Segments (source, target, bytes), uint64 [n, 3], of tensors by their numbers in a Watch."""
+    """A copy of memory of tensors, by their numbers in a Watch. run: takes how many threads may copy."""
 
-    segments: U64
+    run: Callable[[int], None]
     watch: Watch
     numbers: Sequence[int]
 
     def copy(self, *, threads: int) -> None:
         self.watch.check_in_place(self.numbers)
-        core.copy(self.segments, threads=threads)
+        self.run(threads)
 
 
 def chunks_of(segments: U64, of: I64, watch: Watch) -> list[Chunk]:
@@ -106,16 +169,39 @@ def chunks_of(segments: U64, of: I64, watch: Watch) -> list[Chunk]:
     last = np.cumsum(pieces[:, 2].astype(np.int64)) - 1
     ends = np.flatnonzero(np.diff(last // CHUNK_BYTES)) + 1
     return [
-        Chunk(np.ascontiguousarray(own), watch, sorted(set(of_own.tolist())))
+        Chunk(partial(_copy_segments, np.ascontiguousarray(own)), watch, sorted(set(of_own.tolist())))
         for own, of_own in zip(np.split(pieces, ends), np.split(numbers, ends), strict=True)
         if len(own)
     ]
 
 
+def row_chunks(columns: U64, rows: I64, places: I64 | None, watch: Watch, numbers: Sequence[int]) -> list[Chunk]:
+    """Return chunks of at most CHUNK_BYTES that copy rows of columns (source, target, row bytes) to their places.
+
+    places: None: one behind the other.
+    """
+    count = max(1, CHUNK_BYTES // int(columns[:, 2].sum()))
+    if places is None:
+        places = np.arange(len(rows), dtype=np.int64)
+    return [
+        Chunk(partial(_copy_rows, columns, rows[begin : begin + count], places[begin : begin + count]), watch, numbers)
+        for begin in range(0, len(rows), count)
+    ]
+
+
+def _copy_segments(segments: U64, threads: int) -> None:
+    core.copy(segments, threads=threads)
+
+
+def _copy_rows(columns: U64, rows: I64, places: I64, threads: int) -> None:
+    core.copy_rows(columns, rows, places, threads=threads)
+
+
 @dataclass(eq=False)
 class Part:
-    """What the step of one optimizer changes. copying_count: chunks that are being copied now."""
+    """What the steps of one optimizer change. copying_count: chunks that are being copied now."""
 
+    owner: int
     watched: list[Watch] = field(default_factory=list)
     chunks: deque[Chunk] = field(default_factory=deque)
     copying_count: int = 0
@@ -137,48 +223,72 @@ class StepCopies:
         self.waited_seconds = 0.0
         guard = Guard()
         self._changed = threading.Condition(guard)
-        self._parts: dict[int, Part] = {}
+        self._parts: list[Part] = []
         self._refused: Exception | None = None
+        self._is_dropped = False
 
-    def add(self, number: int, watch: Watch, segments: U64, of: I64) -> None:
-        """Add to a part, before anything else is called; segment i, of the host, is of tensor of[i] of the watch."""
-        part = self._parts.setdefault(number, Part())
+    # -- before anything else is called --------------------------------------------------------------------------------
+
+    def add(self, owner: int, watch: Watch, chunks: Sequence[Chunk]) -> None:
+        """Add memory of an optimizer, by its number."""
+        part = Part(owner)
+        self._parts.append(part)
         part.watched.append(watch)
-        part.chunks += chunks_of(segments, of, watch)
+        part.chunks += chunks
+
+    def add_table(
+        self,
+        owner: int,
+        table: str,
+        cut: WatchedCut,
+        columns: Mapping[str, torch.Tensor],
+        chunks: Callable[[Watch], Sequence[Chunk]],
+    ) -> None:
+        """Add columns of a table of an optimizer, which the table itself asks for, too. chunks: makes the copies."""
+        part = Part(owner)
+        watch = TableWatch(table, cut, columns, partial(self._let_write, part))
+        part.watched.append(watch)
+        part.chunks += chunks(watch)
+        self._parts.append(part)
+
+    def begin(self) -> None:
+        """Begin to watch, before the call returns."""
+        for part in self._parts:
+            for watch in part.watched:
+                watch.begin()
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
         """Whether a step has to ask before it writes."""
-        return any(not part.is_closed for part in self._parts.values())
+        return any(not part.is_closed for part in self._parts)
 
     @property
     def is_copied(self) -> bool:
         """Whether the host has nothing left to copy."""
-        return all(part.is_copied for part in self._parts.values())
+        return all(part.is_copied for part in self._parts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what was copied is the state at the call, as far as is known by now."""
+        return self._refused is None and not self._is_dropped
 
     def run(self, order: Sequence[int], *, threads: int) -> None:
         """Copy all on this thread, parts in this order."""
-        self._copy([self._parts[number] for number in order if number in self._parts], threads=threads)
+        self._copy([part for owner in order for part in self._parts if part.owner == owner], threads=threads)
 
-    def wait(self, numbers: Iterable[int]) -> None:
+    def wait(self, owners: Collection[int]) -> None:
         """Copy what is left of the parts that a step is about to write, wait for the rest, and let it write.
 
         Raises what signal handlers raise: then the step does not begin, and the background copies what is left.
         """
-        own = (self._parts[number] for number in numbers if number in self._parts)
-        parts = [part for part in own if not part.is_closed]
-        begun = time.perf_counter()
-        try:
-            self._copy(parts, threads=0)
-            self._wait_copied(parts)
-        finally:
-            self.waited_seconds += time.perf_counter() - begun
-        self._close(parts)
+        self._wait([part for part in self._parts if part.owner in owners and not part.is_closed])
 
     def close(self) -> None:
         """Let anything write, when all is copied; refuse the save if something has written already."""
         if self.is_copied:
-            self._close(list(self._parts.values()))
+            self._close(self._parts)
 
     def check(self) -> None:
         """Raise that for which the save was refused."""
@@ -187,23 +297,36 @@ class StepCopies:
 
     def settle(self) -> None:
         """Wait until the host has copied all, in the background. Raises as `check`, and DeadlineError."""
-        parts = list(self._parts.values())
-        if not self._wait_copied(parts, seconds=PATIENCE_S):
-            self._copy(parts, threads=1)
-            self._wait_copied(parts)
+        if not self._wait_copied(self._parts, seconds=PATIENCE_S):
+            self._copy(self._parts, threads=1)
+            self._wait_copied(self._parts)
         self.check()
 
     def drop(self) -> None:
         """Copy no more, and wait for what is being copied: the memory that it goes to has another use then."""
-        parts = list(self._parts.values())
         with self._changed:
-            for part in parts:
+            for part in self._parts:
+                self._is_dropped |= not part.is_copied
                 part.chunks.clear()
                 _end(part)
-        self._wait_copied(parts)
+        self._wait_copied(self._parts)
 
-    def _copy(self, parts: Sequence[Part], *, threads: int) -> None:
-        """Copy what no other thread has begun; between two chunks, handlers of signals run."""
+    def _let_write(self, part: Part) -> None:
+        """Let a table write, which is in the middle of something: handlers of signals run behind that."""
+        if not part.is_closed:
+            self._wait([part], looks=False)
+
+    def _wait(self, parts: Sequence[Part], *, looks: bool = True) -> None:
+        begun = time.perf_counter()
+        try:
+            self._copy(parts, threads=0, looks=looks)
+            self._wait_copied(parts, looks=looks)
+        finally:
+            self.waited_seconds += time.perf_counter() - begun
+        self._close(parts)
+
+    def _copy(self, parts: Sequence[Part], *, threads: int, looks: bool = True) -> None:
+        """Copy what no other thread has begun. looks: between two chunks, handlers of signals run."""
         for part in parts:
             while (chunk := self._take(part)) is not None:
                 try:
@@ -214,7 +337,8 @@ class StepCopies:
                     with self._changed:
                         part.copying_count -= 1
                         self._changed.notify_all()
-                uninterrupted.look()
+                if looks:
+                    uninterrupted.look()
 
     def _take(self, part: Part) -> Chunk | None:
         with self._changed:
@@ -223,7 +347,7 @@ class StepCopies:
             part.copying_count += 1
             return part.chunks.popleft()
 
-    def _wait_copied(self, parts: Sequence[Part], *, seconds: float | None = None) -> bool:
+    def _wait_copied(self, parts: Sequence[Part], *, seconds: float | None = None, looks: bool = True) -> bool:
         """Wait until parts are copied; return whether they are after so many seconds. None: DeadlineError, but late."""
         until = time.monotonic() + (DEVICE_DEADLINE_S if seconds is None else seconds)
         with self._changed:
@@ -234,11 +358,14 @@ class StepCopies:
                 if left_s <= 0:
                     return False
                 self._changed.wait(min(left_s, STEP_S))
-                uninterrupted.look(self._changed)
+                if looks:
+                    uninterrupted.look(self._changed)
         return True
 
     def _close(self, parts: Sequence[Part]) -> None:
         for part in parts:
+            for watch in tuple(part.watched):
+                watch.await_counts()
             with self._changed:  # Of two threads only one compares: the other may write behind it.
                 if part.is_closed:
                     continue
@@ -253,10 +380,12 @@ class StepCopies:
         """Let the save fail, and copy nothing more for it."""
         with self._changed:
             self._refused = self._refused or error
-            for part in self._parts.values():
+            for part in self._parts:
                 part.chunks.clear()
 
 
 def _end(part: Part) -> None:
     part.is_closed = True
+    for watch in part.watched:
+        watch.end()
     part.watched.clear()  # Of what is being copied the chunk holds the memory.

@@ -1,4 +1,4 @@
-"""The memory that only steps of optimizers change: parameters, and what optimizers keep for them."""
+"""The memory that only steps of optimizers change: parameters, what optimizers keep for them, and rows of tables."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class SteppedMemory:
         self._reaches = np.maximum.accumulate(self._begins + self._bytes.astype(np.uint64))
         self.tensors = [tensors[number] for number in order.tolist()]
         self.owners: I64 = owners[order]
+        # An optimizer of tables has a parameter for each, which names it.
+        self._tables = {id(table): number for number, item in enumerate(optimizers) for table in _tables_of(item)}
         self._known = {
             id(item): (_parameters_of(item), self._owners_of(begins[owners == number], bytes[owners == number]))
             for number, item in enumerate(optimizers)
@@ -50,12 +52,18 @@ class SteppedMemory:
         is_within = (self._begins[found] == begins) & (bytes <= self._bytes[found])
         return np.where(is_within & _are_memory(begins, bytes), found, -1)
 
+    def owner_of(self, table: object) -> int | None:
+        """Return the number of the optimizer that updates the rows of a table; None: there is none."""
+        return self._tables.get(id(table))
+
     def parts_of(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Return the numbers of the optimizers whose memory a step of any optimizer changes, or a piece of it."""
         parameters, owners = self._known.get(id(optimizer), (None, frozenset()))
-        if parameters == _parameters_of(optimizer):
+        if parameters != _parameters_of(optimizer):
+            owners = self._owners_of(*_places(_tensors_of(optimizer)))
+        if not self._tables:
             return owners
-        return self._owners_of(*_places(_tensors_of(optimizer)))
+        return owners.union(self._tables[id(table)] for table in _tables_of(optimizer) if id(table) in self._tables)
 
     def _owners_of(self, begins: U64, bytes: I64) -> frozenset[int]:
         """Return the owners of tensors that memory ranges reach into, perhaps also of some that lie in longer ones."""
@@ -77,6 +85,16 @@ def _are_memory(begins: U64, bytes: I64) -> NDArray[np.bool_]:
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return by which it is known whether an optimizer still has the parameters that it had."""
     return [number for group in optimizer.param_groups for number in map(id, group["params"])]
+
+
+def _tables_of(optimizer: torch.optim.Optimizer) -> list[object]:
+    return [
+        parameter.table
+        for group in optimizer.param_groups
+        if group["params"] and type(group["params"][0]) not in _PLAIN
+        for parameter in group["params"]
+        if hasattr(parameter, "table")
+    ]
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -9,10 +9,11 @@ A save:
 3. `fence()`: the table may change again.
 4. `end(ok)`: the save has committed (True) or failed (False). Any thread may call it, long after the fence.
 
-Three kinds of cut can do more. A TracksRows knows which rows were written since an earlier cut. An OverlaidCut has part
-of its newest values in a faster level: they overlay the rows of the storage on the way out, and the live table is never
-flushed. The export of an DeferredCut may be deferred behind its fence, so that only its cache level is copied while
-training waits; its rows are exported later, each as it was at the cut.
+Four kinds of cut can do more. A TracksRows knows which rows were written since an earlier cut. A WatchedCut asks before
+its rows are written, so that they may be copied behind the fence. An OverlaidCut has part of its newest values in a
+faster level: they overlay the rows of the storage on the way out, and the live table is never flushed. The export of a
+DeferredCut may be deferred behind its fence, so that only its cache level is copied while training waits; its rows are
+exported later, each as it was at the cut.
 
 A load:
 1. `begin_load(clear=..., rows_count=..., filled=...)`.
@@ -139,6 +140,36 @@ class TracksIds(TracksRows, Protocol):
 
     def begun_since(self, version: CutVersion) -> NDArray[np.int64] | None:
         """Return the rows assigned to an id since that cut, ascending int64 [n]; some may be free. None if unknown."""
+        ...
+
+
+class RowWatcher(Protocol):
+    """Called by the thread that is about to change rows, which holds the table's lock; may block it."""
+
+    def rows_change(self, rows: NDArray[np.int64], columns: Collection[str] | None) -> None:
+        """Rows, int64 [n], distinct, are about to change in these columns; None: in any, `id` is one of them."""
+        ...
+
+    def storage_moves(self) -> None:
+        """All columns are about to move to other memory, or to be rewritten."""
+        ...
+
+
+@runtime_checkable
+class WatchedCut(TableCut, Protocol):
+    """A cut of a table that asks before it writes, so that rows may be copied behind the fence, too."""
+
+    def watch(self, watcher: RowWatcher) -> None:
+        """Ask it from now on. Before the fence."""
+        ...
+
+    def unwatch(self, watcher: RowWatcher) -> None:
+        """Ask it no longer. Any thread, any number of times."""
+        ...
+
+    def writes_by_others(self, names: Sequence[str]) -> list[int]:
+        """Return how often other code has written to each column, as far as that is counted; too much while another
+        thread counts a write of the table itself. Any thread."""
         ...
 
 
@@ -334,6 +365,11 @@ def tracks_rows(cut: TableCut) -> TypeGuard[TracksRows]:
 def tracks_ids(cut: TableCut) -> TypeGuard[TracksIds]:
     """Return whether the table also knows which rows were assigned to another id."""
     return _offers_all(cut, TracksIds)
+
+
+def is_watched(cut: TableCut) -> TypeGuard[WatchedCut]:
+    """Return whether the table asks before it writes."""
+    return _offers_all(cut, WatchedCut)
 
 
 def is_overlaid(cut: TableCut) -> TypeGuard[OverlaidCut]:

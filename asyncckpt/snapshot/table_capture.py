@@ -13,6 +13,9 @@ the tails then fill: many short runs are one long piece.
 1. `TableCapture` finds out what has to be copied.
 2. `segments`: what a plain copy brings over; whoever captures joins them with those of the dense tensors.
 3. `gather`: copies the rows that are copied by index; cached rows of a multi-level table win over those of its storage.
+
+Weights and optimizer slots on the host that only steps of an optimizer change are copied behind the call, where they
+are many (devices/step_copies.py). Ids and metadata change in forward, too.
 """
 
 from __future__ import annotations
@@ -26,9 +29,19 @@ from numpy.typing import NDArray
 from asyncckpt.devices.copies import DeviceFingerprints
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.host_copies import HostCopies
+from asyncckpt.devices.step_copies import Chunk, Watch, chunks_of, row_chunks
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.row_places import RowPlaces, TableContents
-from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut, is_overlaid, tracks_ids, tracks_rows
+from asyncckpt.model.table import (
+    ID_COLUMN,
+    CutVersion,
+    OverlaidCut,
+    Role,
+    is_overlaid,
+    is_watched,
+    tracks_ids,
+    tracks_rows,
+)
 from asyncckpt.native import I64, U8, U64
 from asyncckpt.plan.regions import CapturedTable, TableRegion, TableRows
 from asyncckpt.plan.save_plan import CutTable
@@ -48,6 +61,9 @@ DEVICE_SHARE_MAX = 0.5
 DEVICE_WIDE_ROW_BYTES = 128
 # Plain copies on a device have pieces of so much, so that a part of a column can go by way of scratch memory.
 DEVICE_PIECE_BYTES = 64 << 20
+
+# Less than this of a table is copied sooner than it is left to another thread.
+LATER_BYTES_MIN = 1 << 20
 
 
 def by_index_share_max(row_bytes: int, *, on_device: bool) -> float:
@@ -89,6 +105,9 @@ class TableCapture:
         self._compare = compare and is_fixed and self.version is None
         self._fingerprints_before: Mapping[int, object] = {} if held is None else held.fingerprints
         self.fingerprints: dict[int, DeviceFingerprints] = {}
+        self._later: frozenset[str] = frozenset()  # Columns that are copied behind the call.
+        self._later_runs: dict[str, U64] = {}
+        self._later_rows: list[tuple[list[str], I64, I64 | None]] = []
 
     def _is_plain(self, name: str, row_bytes: int) -> bool:
         rows = self._id_rows if name == ID_COLUMN else self._rows
@@ -127,6 +146,7 @@ class TableCapture:
         runs = cut.runs[cut.runs[:, 0] < cut.rows_count]
         begins = runs[:, 0]
         counts = np.minimum(runs[:, 1], cut.rows_count) - begins
+        self._later = self._find_later(copies)
         found = [np.empty((0, 3), dtype=np.uint64)]
         compared: dict[int, list[str]] = {}
         for name, column in self._region.columns.items():
@@ -144,7 +164,10 @@ class TableCapture:
             segments[:, 0] = storage.data_ptr() + begins * column.row_bytes
             segments[:, 1] = target + begins * column.row_bytes
             segments[:, 2] = counts * column.row_bytes
-            found.append(segments)
+            if name in self._later:
+                self._later_runs[name] = segments
+            else:
+                found.append(segments)
         for device, names in compared.items():
             self._add_compared(device, names, copies)
         return np.concatenate(found)
@@ -175,6 +198,43 @@ class TableCapture:
         if self._region.removed is not None:
             at = self._region.removed.offset
             self._image[at : at + self._chosen.removed.nbytes] = self._chosen.removed.view(np.uint8)
+        self._leave(copies)
+
+    def _find_later(self, copies: HostCopies) -> frozenset[str]:
+        """Return the columns that are copied behind the call."""
+        cut = self._item.cut
+        if copies.steps.memory.owner_of(self._item.table) is None or is_overlaid(cut) or not is_watched(cut):
+            return frozenset()
+        rows_count = cut.rows_count if self._rows is None else len(self._rows)
+        found, bytes = [], 0
+        for column in self._item.schema.columns:
+            storage, region = self._columns.get(column.name), self._region.columns.get(column.name)
+            if column.role not in (Role.WEIGHT, Role.OPTIMIZER) or storage is None or region is None:
+                continue
+            if copies.device_of(storage) is None and storage.is_cpu and storage.is_contiguous():
+                found.append(column.name)
+                bytes += region.row_bytes * (cut.rows_count if column.name in self._plain else rows_count)
+        return frozenset(found) if bytes >= LATER_BYTES_MIN else frozenset()
+
+    def _leave(self, copies: HostCopies) -> None:
+        """Leave columns to be copied behind the call."""
+        owner, cut = copies.steps.memory.owner_of(self._item.table), self._item.cut
+        if owner is None or not self._later:
+            return
+        assert is_watched(cut)
+        columns = {name: self._columns[name] for name in self._columns if name in self._later}
+        copies.steps.add_table(owner, self.name, cut, columns, self._chunks)
+
+    def _chunks(self, watch: Watch) -> list[Chunk]:
+        numbers = {name: number for number, name in enumerate(name for name in self._columns if name in self._later)}
+        chunks: list[Chunk] = []
+        for name, runs in self._later_runs.items():
+            chunks += chunks_of(runs, np.full(len(runs), numbers[name], dtype=np.int64), watch)
+        for names, rows, places in self._later_rows:
+            found = [self._column(name, self._columns[name]) for name in names]
+            columns = np.array([(source.data_ptr(), target, size) for source, target, size in found], dtype=np.uint64)
+            chunks += row_chunks(columns, rows, places, watch, [numbers[name] for name in names])
+        return chunks
 
     def _targets(self, rows: I64) -> I64 | None:
         """Return where storage rows go; None: one behind the other."""
@@ -203,7 +263,10 @@ class TableCapture:
             lay_rows(own, cache_rows, targets, copies, below=below)
 
     def _copy(self, names: Collection[str], rows: I64, places: I64 | None, copies: HostCopies) -> None:
-        lay_rows([self._column(name, self._columns[name]) for name in names], rows, places, copies)
+        now = [self._column(name, self._columns[name]) for name in names if name not in self._later]
+        if later := [name for name in names if name in self._later]:
+            self._later_rows.append((later, rows, places))
+        lay_rows(now, rows, places, copies)
 
     def _column(self, name: str, source: torch.Tensor) -> tuple[torch.Tensor, int, int]:
         region = self._region.columns[name]

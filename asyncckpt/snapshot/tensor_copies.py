@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.devices.step_copies import Watch
+from asyncckpt.devices.step_copies import Watch, chunks_of
 from asyncckpt.errors import UsageError
 from asyncckpt.native import I64, U64, core
 from asyncckpt.native.tensors import Places
@@ -96,7 +96,7 @@ def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, se
         own = np.flatnonzero(stepped & (memory.owners[found] == owner))
         numbers, firsts, of = _distinct(tensors[own])
         try:
-            watch = Watch(
+            watch = Watch.of_tensors(
                 held=[live.tensors[number] for number in numbers.tolist()],
                 stepped=[memory.tensors[number] for number in found[own[firsts]].tolist()],
                 name=partial(_name_of, live, numbers),
@@ -105,7 +105,7 @@ def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, se
             stepped[own] = False
             continue
         by_host = live.ways.way[tensors[own]] == BY_HOST
-        copies.steps.add(owner, watch, segments[own[by_host]], of[by_host])
+        copies.steps.add(owner, watch, chunks_of(segments[own[by_host]], of[by_host], watch))
     return stepped
 
 

@@ -11,12 +11,12 @@ The table's lock is held in the states cut and load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.model.table import ID_COLUMN, CutVersion
+from asyncckpt.model.table import ID_COLUMN, CutVersion, RowWatcher
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
 from asyncckpt.signals import uninterrupted
@@ -81,7 +81,7 @@ class HeldTable:
 
 
 class HashTableCut(HeldTable, TracksMarks):
-    """A TableCut of a HashTable, which knows touched rows. Its column `id` is a view of the id map on the CPU.
+    """A TableCut of a HashTable, which knows touched rows, and a WatchedCut. Its column `id` is a view of the id map on the CPU.
 
     `rows_count`, `runs` (ascending ranges `[begin, end)`, int64 [k, 2]) and `version` stay valid after the fence.
     """
@@ -100,6 +100,19 @@ class HashTableCut(HeldTable, TracksMarks):
         rows = super().touched_since(version)
         self._is_lost |= rows is None and self._store.marks.lost_by_others(version)
         return rows
+
+    def watch(self, watcher: RowWatcher) -> None:
+        """See WatchedCut."""
+        self._check_held("a watch")
+        self._store.watchers.add(watcher)
+
+    def unwatch(self, watcher: RowWatcher) -> None:
+        """See WatchedCut."""
+        self._store.watchers.drop(watcher)
+
+    def writes_by_others(self, names: Sequence[str]) -> list[int]:
+        """See WatchedCut."""
+        return [self._store.writes_by_others(name) for name in names]
 
     def fence(self) -> None:
         """Let the table change again. Idempotent.

@@ -115,6 +115,8 @@ class HashTable(TrainedTable):
         return self._store.read(rows[positions], only=only), positions
 
     def _touch(self, rows: I64) -> None:
+        if self._store.watchers:  # It is not known whether this comes before or behind the write.
+            self._store.count_write_by_others()
         self._store.marks.mark_used(rows)
 
     def _find(self, ids: I64) -> I64:

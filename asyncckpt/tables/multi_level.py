@@ -215,8 +215,6 @@ class MultiLevelTable(TrainedTable):
         self._levels.empty_cache(write_back=write_back)
 
     def _prepare_load(self, *, clear: bool) -> None:
-        # The load writes host rows without notifying watchers.
-        self._store.watchers.storage_moves()
         self._empty_cache(write_back=not clear)
 
     def _warn_of_growth(self) -> None:

@@ -51,6 +51,7 @@ class Level:
         # The versions that the tensors have if nobody else writes to them; and columns to which others have written.
         self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
         self._written_by_others: set[str] = set()
+        self._others_counts = dict.fromkeys(self._tensors, 0)  # Of writes that are known to be theirs.
 
     def column(self, name: str) -> torch.Tensor:
         """Return the live tensor of a column but `id`: at least as many rows as there is room for."""
@@ -71,6 +72,15 @@ class Level:
         found = [name for name in self._tensors if name in self._written_by_others]
         self._written_by_others.clear()
         return found
+
+    def writes_by_others(self, name: str) -> int:
+        """Return how often other code has written to a column; needs no lock, see WatchedCut."""
+        return self._others_counts[name] + self._tensors[name]._version - self._versions[name]
+
+    def count_write_by_others(self) -> None:
+        """Count a write of other code to any column, which torch has not."""
+        for name in self._others_counts:
+            self._others_counts[name] += 1
 
     def ids_by_row(self) -> I64:
         """Return the id of every row up to the last used one, a view until the next insert; undefined if free."""
@@ -115,6 +125,7 @@ class Level:
         version = self._tensors[name]._version
         if version != self._versions[name]:
             self._written_by_others.add(name)
+            self._others_counts[name] += version - self._versions[name]
             self._versions[name] = version
 
     def _moved_columns(self, rows: I64, *, capacity: int) -> dict[str, torch.Tensor]:
@@ -198,7 +209,7 @@ class RowStore(Level):
 
     def write_marked(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
         """Set rows that are marked already like Level.write."""
-        self.watchers.rows_change(rows)
+        self.watchers.rows_change(rows, values.keys())
         super().write(rows, values)
 
     def take_rows(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
@@ -206,7 +217,7 @@ class RowStore(Level):
 
         Marks nothing: the table's values stay the same and only move. A row was marked when its newest values were set.
         """
-        self.watchers.rows_change(rows)
+        self.watchers.rows_change(rows, columns.keys())
         super().take_rows(rows, columns, source_rows)
 
     def remove(self, ids: I64) -> int:

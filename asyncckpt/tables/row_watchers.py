@@ -1,25 +1,14 @@
-"""Who is told before rows of a table change: a cut that is written while training goes on."""
+"""Who is asked before rows of a table change: a save that copies them while training goes on."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Collection
 
 from asyncckpt.guard import Guard
+from asyncckpt.model.table import RowWatcher
 from asyncckpt.native import I64
 from asyncckpt.system import register_at_fork
-
-
-class RowWatcher(Protocol):
-    """Called by the thread that is about to change rows, which holds the table's lock; may block it."""
-
-    def rows_change(self, rows: I64) -> None:
-        """Rows, int64 [n], distinct, are about to change in some column; `id` is one of them."""
-        ...
-
-    def storage_moves(self) -> None:
-        """All columns are about to move to other memory, or to be rewritten."""
-        ...
 
 
 class RowWatchers:
@@ -46,10 +35,11 @@ class RowWatchers:
         with self._guard:
             self._all = tuple(other for other in self._all if other is not watcher)
 
-    def rows_change(self, rows: I64) -> None:
+    def rows_change(self, rows: I64, columns: Collection[str] | None = None) -> None:
+        """See RowWatcher."""
         if rows.size:
             for watcher in self._all:
-                watcher.rows_change(rows)
+                watcher.rows_change(rows, columns)
 
     def storage_moves(self) -> None:
         for watcher in self._all:

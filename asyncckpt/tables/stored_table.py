@@ -181,6 +181,7 @@ class StoredTable(LockedTable):
         check_int(f"rows_count of a load of table {self._name!r}", rows_count, at_least=0)
         with self._lock.hold_for_result("load"):
             self._begin()
+            self._store.watchers.storage_moves()  # The load writes rows without asking them.
             self._prepare_load(clear=clear)
             if clear:
                 self._store.clear()

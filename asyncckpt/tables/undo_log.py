@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
@@ -131,7 +131,7 @@ class UndoLog:
         self._memory: Memory | None = None
         self._targets: Mapping[str, int] = {}
 
-    def rows_change(self, rows: I64) -> None:
+    def rows_change(self, rows: I64, columns: Collection[str] | None) -> None:
         """Keep the values of rows (distinct) that are not kept, exported or outside of the cut; wait for room."""
         with self._changed:
             try:

@@ -72,7 +72,7 @@ def test_a_save_is_the_cut(lane: int, base_seed: int, runs_factor: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:cache of table")
 def test_without_first_touch_it_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(UndoLog, "rows_change", lambda self, rows: None)
+    monkeypatch.setattr(UndoLog, "rows_change", lambda self, rows, columns: None)
     wrong = []
     for number in range(12):
         spec = RunSpec(seed=number, cache_rows=20, policy="lru", prefetch_depth=2, host_level="first_touch")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 
 from asyncckpt.devices import step_copies
-from asyncckpt.devices.step_copies import Chunk
+from asyncckpt.devices.step_copies import Chunk, StepCopies
 from asyncckpt.engine.process.background import copiers
 
 WAIT_S_MAX = 30.0
@@ -59,5 +59,19 @@ def install(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:
         gate.log.append("background" if is_copier else "step")
 
     monkeypatch.setattr(Chunk, "copy", gated)
+    monkeypatch.setattr(step_copies, "CHUNK_BYTES", chunk_bytes)
+    return gate
+
+
+def install_before(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:
+    """While this one is shut, the background begins no chunk, so that nobody waits for it."""
+    gate, run = Gate(), StepCopies.run
+
+    def gated(self: StepCopies, order: Sequence[int], *, threads: int) -> None:
+        gate._came.set()
+        assert gate._open.wait(WAIT_S_MAX)
+        run(self, order, threads=threads)
+
+    monkeypatch.setattr(StepCopies, "run", gated)
     monkeypatch.setattr(step_copies, "CHUNK_BYTES", chunk_bytes)
     return gate

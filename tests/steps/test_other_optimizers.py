@@ -89,6 +89,9 @@ class _Steps:
     def __init__(self, when_asked: Callable[[], object]) -> None:
         self._when_asked = when_asked
 
+    def begin(self) -> None:
+        """There are no tables."""
+
     @property
     def is_open(self) -> bool:
         self._when_asked()

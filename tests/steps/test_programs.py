@@ -102,6 +102,8 @@ class Program:
     def save(self, saver: asyncckpt.Saver) -> None:
         if len(self.saves) >= 3:
             return
+        if sum(not save.future.done() for save in self.saves.values()) >= 2:
+            self.gate.open()  # There are two arenas.
         self.number += 1
         try:
             future = saver.save_async(self.number)

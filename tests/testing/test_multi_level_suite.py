@@ -109,6 +109,6 @@ def test_without_first_touch_the_suite_fails(tmp_path: Path, monkeypatch: pytest
     """Switched off: nobody tells an open cut of rows that are about to change."""
     suite = MultiLevelSuite()
     run_one(suite, test, tmp_path / "sound")
-    monkeypatch.setattr(RowWatchers, "rows_change", lambda self, rows: None)
+    monkeypatch.setattr(RowWatchers, "rows_change", lambda self, rows, columns=None: None)
     with pytest.raises(FAILURES):
         run_one(suite, test, tmp_path / "off")

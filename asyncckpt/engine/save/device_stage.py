@@ -98,6 +98,7 @@ class StepFences:
     def expect(self, pending: Pending) -> None:
         """Let the next step wait for these copies, by the streams of devices; and by itself for those of the host."""
         if self._optimizers:
+            pending.steps.begin()
             self._prune(pending)
 
     def copy_job(self, pending: Pending) -> Job:

@@ -119,6 +119,8 @@ class Staged:
         except Exception:
             pass  # Whoever waits for the snapshot gets the error.
         finally:
+            if not self.pending.steps.is_whole:
+                self.arena.contents = None
             pool.release(self.arena)
 
 
