@@ -299,7 +299,7 @@ def _to_refresh(item: CutTable, places: RowPlaces, held: TableContents | None) -
 
 def _among(rows: I64, wanted: I64) -> NDArray[np.bool_]:
     """Return which of rows are in wanted, ascending: bool [n]."""
-    if not len(wanted):
+    if not len(wanted) or not len(rows):
         return np.zeros(len(rows), dtype=np.bool_)
     # A mask instead of a search, which takes ten times as long.
     mask = np.zeros(int(max(wanted[-1], rows.max(initial=0))) + 1, dtype=np.bool_)
