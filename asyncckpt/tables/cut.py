@@ -81,9 +81,10 @@ class HeldTable:
 
 
 class HashTableCut(HeldTable, TracksMarks):
-    """A TableCut of a HashTable, which knows touched rows, and a WatchedCut. Its column `id` is a view of the id map on the CPU.
+    """A TableCut of a HashTable, which knows touched rows, and a WatchedCut.
 
-    `rows_count`, `runs` (ascending ranges `[begin, end)`, int64 [k, 2]) and `version` stay valid after the fence.
+    Its column `id` is a view of the id map on the CPU. `rows_count`, `runs` (ascending ranges `[begin, end)`, int64
+    [k, 2]) and `version` stay valid after the fence.
     """
 
     def __init__(self, table: str, *, store: RowStore, lock: TableLock, on_lost: Callable[[], object]) -> None:
