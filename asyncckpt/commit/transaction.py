@@ -335,9 +335,9 @@ class Transaction:
 
     def _check_after(self, head: ManifestHead) -> None:
         self._publication.check_place(self._what)
-        self._check_stays(head)
         if head.replaces is not None:
             self._check_replaced(head, head.replaces)
+        self._check_stays(head)  # The last look is that at the files.
 
     def _check_replaced(self, head: ManifestHead, digest: str) -> None:
         """Take a compaction back that stands beside another checkpoint of its step, which somebody without LOCK has

@@ -151,7 +151,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
             raise UsageError(f"there is no metric {self.monitor!r} behind the validation", found=known)
         score = float(found)
         best = self.best_model_score
-        if best is None or (score < best if self.mode == "min" else score > best):
+        is_better = best is None or (score < best if self.mode == "min" else score > best)
+        if is_better and not math.isnan(score):
             self.best_step, self.best_model_score = step, score
         self._note(step, save=True, score=score)
 

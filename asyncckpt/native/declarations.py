@@ -71,7 +71,7 @@ class AcTorch(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("dim", "sizes", "strides", "storage_offset", "storage_size", "data_ptr")),
         *((name, c_void_p) for name in ("dtype", "device_type", "device_index")),
-        *((name, c_uint64) for name in ("type_offset", "tensor_offset", "keys_offset")),
+        *((name, c_uint64) for name in ("type_offset", "tensor_offset", "keys_offset", "memory_offset")),
     ]
 
 

@@ -143,7 +143,7 @@ class NativeCore:
         known.check_objects(objects)
         count = len(known.tensors)
         found, alike = np.empty(count, dtype=PLACE), c_uint64()
-        calls = AcTorch(*torch.functions, torch.type_offset, torch.tensor_offset, torch.keys_offset)
+        calls = AcTorch(*torch.functions, *torch.offsets)
         facts = known.tensors.ctypes.data, count, known.shapes.ctypes.data
         call(self._library.ac_tensors, byref(calls), objects.ctypes.data, *facts, found.ctypes.data, byref(alike))
         return found if alike.value == count else None

@@ -29,6 +29,11 @@ class TorchCalls:
     type_offset: int
     tensor_offset: int
     keys_offset: int
+    memory_offset: int = 0
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self.type_offset, self.tensor_offset, self.keys_offset, self.memory_offset
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ def _find() -> TorchCalls | None:
     keys_at = _only_place((item._cdata, _TENSOR_WORDS, _keys(item)) for item in kinds)
     if at is None or type_at is None or keys_at is None or len(set(map(_keys, kinds))) < 6:
         return None
-    calls = TorchCalls(functions, type_offset=type_at, tensor_offset=at, keys_offset=keys_at)
+    memory_at = _only_place((item._cdata, _TENSOR_WORDS, item.untyped_storage()._cdata) for item in samples)
+    calls = TorchCalls(functions, type_at, at, keys_at, 0 if memory_at is None else memory_at)
     known = [_known(calls, [item]) for item in samples]
     for number, one in enumerate(known):
         alike = [other for other, item in enumerate(samples) if one is not None and one.places([item]) is not None]

@@ -244,6 +244,7 @@ typedef struct ac_torch {
   uint64_t type_offset;        /* bytes in an object */
   uint64_t tensor_offset;      /* bytes in an object */
   uint64_t keys_offset;        /* bytes in what lies there */
+  uint64_t memory_offset;      /* the same, of what has the size of the storage, which is asked for ahead; 0: not known */
 } ac_torch;
 
 typedef struct ac_tensor {

@@ -10,9 +10,10 @@
 namespace asyncckpt {
 namespace {
 
-constexpr uint64_t ahead = 8;  // how many tensors before its turn the memory of one is asked for
+constexpr uint64_t ahead = 8;  // how many tensors before its turn the storage of one is asked for; the tensor, twice
 constexpr uint64_t line_bytes = 64;
 constexpr uint64_t tensor_lines = 4;
+constexpr uint64_t storage_lines = 2;
 
 template <class Value>
 using Getter = int32_t (*)(const void* tensor, Value* value);
@@ -31,10 +32,13 @@ class Torch {
   const void* handle(const void* object) const { return static_cast<const char*>(object) + found_.tensor_offset; }
 
   void prefetch_tensor(const void* object) const {
+    prefetch_lines(word(object, found_.tensor_offset), tensor_lines);
+  }
+
+  void prefetch_storage(const void* object) const {
     const uint64_t tensor = word(object, found_.tensor_offset);
-    for (uint64_t line = 0; line < tensor_lines; ++line) {
-      prefetch_to_read(reinterpret_cast<const char*>(tensor) + line * line_bytes);
-    }
+    if (tensor == 0 || found_.memory_offset == 0) return;
+    prefetch_lines(word(reinterpret_cast<const void*>(tensor), found_.memory_offset), storage_lines);
   }
 
   // Whether a tensor of the known type is as known; then `place` is where it is.
@@ -55,6 +59,12 @@ class Torch {
   }
 
  private:
+  static void prefetch_lines(uint64_t begin, uint64_t count) {
+    for (uint64_t line = 0; line < count; ++line) {
+      prefetch_to_read(reinterpret_cast<const char*>(begin) + line * line_bytes);
+    }
+  }
+
   static uint64_t word(const void* base, uint64_t offset) {
     uint64_t value;
     std::memcpy(&value, static_cast<const char*>(base) + offset, sizeof value);
@@ -87,7 +97,8 @@ uint64_t read_tensors(const Torch& torch, const void* const* objects, const ac_t
   uint64_t typed = 0;
   while (typed < count && torch.type(objects[typed]) == known[typed].type) ++typed;
   for (uint64_t index = 0; index < typed; ++index) {
-    if (index + ahead < typed) torch.prefetch_tensor(objects[index + ahead]);
+    if (index + 2 * ahead < typed) torch.prefetch_tensor(objects[index + 2 * ahead]);
+    if (index + ahead < typed) torch.prefetch_storage(objects[index + ahead]);
     if (!torch.read(objects[index], known[index], shapes, places[index])) return index;
   }
   return typed;

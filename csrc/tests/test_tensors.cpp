@@ -8,6 +8,7 @@ namespace {
 
 struct Tensor {
   uint64_t keys = 7;
+  const void* storage = this;
   int64_t sizes[2] = {2, 3};
   int64_t strides[2] = {3, 1};
   int64_t dim = 2;
@@ -58,6 +59,7 @@ const ac_torch torch = {
     0,
     8,
     0,
+    8,
 };
 const std::vector<int64_t> shapes = {2, 3, 3, 1};
 

@@ -56,7 +56,7 @@ class Program:
         self.open()
         for _ in range(OPERATIONS_COUNT):
             names = ["train", "save", "save", "save", "open", "remove", "prune", "pin", "unpin", "sweep"]
-            name = self.choices.choice(names)
+            name = self.choices.choice([*names, "compact", "compact"])
             self.done.append(name)
             self.train()
             with self.disturbed() if self.choices.random() < 0.4 else contextlib.nullcontext():
@@ -143,6 +143,22 @@ class Program:
                 self.gone = before
             except asyncckpt.IOFailedError:
                 pass
+
+    def compact(self) -> None:
+        if not self.listed:
+            return
+        step = self.choices.choice(self.listed)
+        try:
+            if self.choices.random() < 0.5:
+                self.saver.compact(step).result()
+            else:
+                asyncckpt.compact(self.url, step)
+        except asyncckpt.IndeterminateError as error:
+            self.proxy.fault = lambda request: None
+            self.done.append(f"in doubt, and {'there' if error.resolve() else 'not there'}")
+            self.open()
+        except asyncckpt.CheckpointError as error:
+            self.done.append(f"{type(error).__name__}: {error}"[:200])
 
     def prune(self) -> None:
         count = self.choices.choice([1, 2])

@@ -57,6 +57,23 @@ def test_the_best_step_is_kept_tested_and_resumed_from(tmp_path: Path) -> None:
     assert all(torch.equal(best[name], tensor) for name, tensor in other.state_dict().items())
 
 
+class _NotYetANumber(Model):
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if self.current_epoch == 0:
+            self.log("val_loss", torch.tensor(torch.nan))
+        else:
+            super().validation_step(batch, batch_idx)
+
+
+def test_a_metric_that_is_not_yet_a_number_is_never_the_best(tmp_path: Path) -> None:
+    saved = AsyncCheckpoint(tmp_path, monitor="val_loss", keep=1)
+    trainer(tmp_path, saved, max_epochs=3).fit(_NotYetANumber(), batches(), held_out())
+    assert saved.best_step in (20, 30)
+    assert saved.best_model_score is not None
+    assert saved.best_model_score < float("inf")
+    assert saved.best_step in asyncckpt.list_steps(tmp_path)
+
+
 class _Named(Model):
     """Keeps its arguments in the checkpoint, and says what it is tested with."""
 
