@@ -31,6 +31,7 @@ from bench.recis import run_recis
 from bench.rounds import REPOSITORY
 from bench.start import run_start
 from bench.state_bench import run_state
+from bench.stepped_tables import run_stepped_tables
 from bench.steps_bench import run_steps
 from bench.touched import run_touched
 from bench.trainers import run_trainers
@@ -324,6 +325,21 @@ def parallel(rounds: Rounds = 5, directory: Directory = None, out: Out = None, s
     """What `parallel` of a Saver and a Loader does, by the size of the state. Not part of `all`."""
     sizes, rounds = ((1,), 1) if smoke else ((16, 80, 512, 2048), rounds)
     run_parallel(sizes=sizes, rounds=rounds, directory=directory, out=_out(out, "parallel", smoke))
+
+
+@application.command(name="stepped-tables")
+def stepped_tables(
+    gib: Gib = 1.0,
+    rounds: Rounds = 3,
+    saves: Annotated[int, typer.Option(min=1, help="of each way and share in a round")] = 6,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """What a save of a table keeps training waiting that only an optimizer changes. Not part of `all`."""
+    gib, rounds, saves = (0.01, 1, 1) if smoke else (gib, rounds, saves)
+    name = _out(out, "stepped-tables", smoke)
+    run_stepped_tables(gib=gib, rounds=rounds, saves=saves, directory=directory, out=name)
 
 
 @application.command()

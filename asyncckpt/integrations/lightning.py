@@ -29,6 +29,7 @@ import torch
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.checkpoints import list_steps
 from asyncckpt.errors import CheckpointError, UsageError
+from asyncckpt.format.names import MANIFESTS_DIR
 from asyncckpt.integrations.lightning_io import ROOT, AsyncCheckpointIO, check_no_url, checkpoint_file
 from asyncckpt.integrations.needed import needed
 from asyncckpt.options import KeepPolicy
@@ -36,6 +37,7 @@ from asyncckpt.trainer_state import DataPosition, RngState
 
 __all__ = ["AsyncCheckpoint", "AsyncCheckpointIO", "Batches", "checkpoint_file"]
 
+_METRICS = "callback_metrics"
 needed("lightning", "lightning")
 _callbacks = needed("lightning.pytorch.callbacks", "lightning")
 
@@ -77,6 +79,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self._noted_step = 0
         self._rng: Mapping[str, Any] | None = None
         self._positions: list[Any] = []
+        self._metrics: Mapping[str, torch.Tensor] = {}
 
     # What Lightning asks for.
 
@@ -86,8 +89,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
     @property
     def ckpt_path(self) -> str | None:
-        """What ckpt_path="last" means."""
-        return str(self.dirpath) if self._steps() else None
+        """What ckpt_path="last" means, unless another callback has saved later, by the times of what they name."""
+        return str(Path(self.dirpath, MANIFESTS_DIR)) if self._steps() else None
 
     @property
     def best_model_path(self) -> str:
@@ -106,12 +109,18 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         if not isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
             trainer.strategy.checkpoint_io = AsyncCheckpointIO()
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_METRICS] = dict(trainer.callback_metrics)
+
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
         self._positions = fit_loop.get("combined_loader", [])
+        self._metrics = checkpoint.get(_METRICS, {})
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._check_newest(trainer.global_step)
+        # What ends the epoch behind a validation, such as EarlyStopping, asks for what that has measured.
+        trainer.callback_metrics.update(self._metrics)
         # Lightning sets positions in the middle of an epoch alone, and would begin with the first epoch's order.
         loaders = trainer.fit_loop._combined_loader.flattened
         for loader, position in zip(filter(_has_position, loaders), self._positions, strict=False):
@@ -168,7 +177,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
     # How it is done.
 
     def _steps(self) -> list[int]:
-        return list_steps(self.dirpath) if Path(self.dirpath, "manifests").is_dir() else []
+        return list_steps(self.dirpath) if Path(self.dirpath, MANIFESTS_DIR).is_dir() else []
 
     def _check_newest(self, step: int) -> None:
         newest = max(self._steps(), default=step)

@@ -17,6 +17,7 @@ from asyncckpt.commit.discover import committed_steps, read_head
 from asyncckpt.commit.root import open_root
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import IOFailedError, UsageError
+from asyncckpt.format.names import MANIFESTS_DIR
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.synced import sync_path
 from asyncckpt.loader import Loader
@@ -69,6 +70,8 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         """Return a checkpoint: the newest step of a directory, or the one that `.../step=20` names."""
         check_no_url(path)
         key = os.path.realpath(path)
+        if os.path.basename(key) == MANIFESTS_DIR:  # See AsyncCheckpoint.ckpt_path.
+            key = os.path.dirname(key)
         if key in self._open:
             self._finish(key)
         step, named = None, _NAMED_STEP.fullmatch(os.path.basename(key))
@@ -138,7 +141,7 @@ def _check_own(path: str) -> None:
     """Refuse a directory with anything else than what this class saves, which a save might remove."""
     if not os.path.isdir(path) or not os.listdir(path):
         return
-    is_ours = os.path.isdir(os.path.join(path, "manifests"))
+    is_ours = os.path.isdir(os.path.join(path, MANIFESTS_DIR))
     if is_ours:
         with open_root(Path(path)) as root:
             is_ours = all(read_head(root, step).metadata == _MADE_HERE for step in committed_steps(root))

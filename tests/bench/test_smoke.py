@@ -213,6 +213,13 @@ def test_gpu_bench_gives_figures_with_the_host_in_the_place_of_a_device(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_stepped_tables_bench_gives_figures_with_and_without_optimizers(tmp_path: Path) -> None:
+    saves = run_bench("stepped-tables", tmp_path / "tables")["saves"]
+    assert {(save["share"], save["optimizers"]) for save in saves} == {
+        (share, with_it) for share in (0.01, 0.05, 0.2, 1.0) for with_it in (False, True)
+    }
+
+
 def test_parallel_bench_gives_a_figure_for_every_number(tmp_path: Path) -> None:
     runs = run_bench("parallel", tmp_path / "parallel")["runs"]
     assert {run["parallel"] for run in runs} == {1, 2, 4, 8, 16}

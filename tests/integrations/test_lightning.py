@@ -74,6 +74,36 @@ def test_a_metric_that_is_not_yet_a_number_is_never_the_best(tmp_path: Path) -> 
     assert saved.best_step in asyncckpt.list_steps(tmp_path)
 
 
+@pytest.mark.parametrize("monitor", [None, "val_loss"])
+def test_what_ends_an_epoch_by_a_metric_goes_on_behind_a_validation(tmp_path: Path, monitor: str | None) -> None:
+    """The newest step was saved behind the validation of an epoch, and before what ends the epoch."""
+
+    def fit(folder: Path, epochs: int) -> list[Any]:
+        stopping = pl.callbacks.EarlyStopping("val_loss", patience=2, min_delta=10.0)
+        saved = AsyncCheckpoint(folder, every_n_train_steps=10, monitor=monitor)
+        running = trainer(folder, saved, stopping, max_epochs=epochs)
+        running.fit(Model(), batches(), held_out(), ckpt_path="last")
+        return [running.global_step, stopping.wait_count, stopping.stopped_epoch, float(stopping.best_score)]
+
+    whole = fit(tmp_path / "whole", 4)
+    fit(tmp_path / "parts", 1)
+    assert asyncckpt.list_steps(tmp_path / "parts")[-1] == 10
+    assert fit(tmp_path / "parts", 4) == whole
+    assert whole[0] == 30
+
+
+def test_the_newest_of_two_callbacks_is_the_last(tmp_path: Path) -> None:
+    def fit(epochs: int) -> int:
+        own = pl.callbacks.ModelCheckpoint(tmp_path / "own", every_n_epochs=2, save_last=True)
+        running = trainer(tmp_path, AsyncCheckpoint(tmp_path / "ours", every_n_train_steps=5), own, max_epochs=epochs)
+        running.fit(Model(), batches(), held_out(), ckpt_path="last")
+        return running.fit_loop.epoch_loop._batches_that_stepped
+
+    fit(3)  # ModelCheckpoint's last one is that of step 20.
+    assert asyncckpt.list_steps(tmp_path / "ours")[-1] == 30
+    assert fit(4) == 40
+
+
 class _Named(Model):
     """Keeps its arguments in the checkpoint, and says what it is tested with."""
 
