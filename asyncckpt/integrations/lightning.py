@@ -165,6 +165,12 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
             self.best_step, self.best_model_score = step, score
         self._note(step, save=True, score=score)
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        loop = trainer.fit_loop
+        if loop.restarting and loop.epoch_loop._num_ready_batches_reached():
+            # Lightning leaves it out behind a resume, where it has no metrics.
+            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end(None)
 

@@ -92,6 +92,27 @@ def test_what_ends_an_epoch_by_a_metric_goes_on_behind_a_validation(tmp_path: Pa
     assert whole[0] == 30
 
 
+class _OnPlateau(Model):
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, patience=0, threshold=1.0)
+        return {"optimizer": adam, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+def test_a_rate_that_follows_a_metric_is_lowered_behind_a_resume_too(tmp_path: Path) -> None:
+    def fit(folder: Path, epochs: int) -> list[Any]:
+        running = trainer(folder, AsyncCheckpoint(folder, every_n_train_steps=10), max_epochs=epochs)
+        running.fit(_OnPlateau(), batches(), held_out(), ckpt_path="last")
+        adam, scheduler = running.optimizers[0], running.lr_scheduler_configs[0].scheduler
+        return [running.global_step, adam.param_groups[0]["lr"], scheduler.last_epoch, scheduler.num_bad_epochs]
+
+    whole = fit(tmp_path / "whole", 3)
+    fit(tmp_path / "parts", 1)
+    fit(tmp_path / "parts", 2)
+    assert fit(tmp_path / "parts", 3) == whole
+    assert whole[1] < 1e-2
+
+
 def test_the_newest_of_two_callbacks_is_the_last(tmp_path: Path) -> None:
     def fit(epochs: int) -> int:
         own = pl.callbacks.ModelCheckpoint(tmp_path / "own", every_n_epochs=2, save_last=True)
