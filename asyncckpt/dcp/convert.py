@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from asyncckpt.arguments import check_type
 from asyncckpt.commit.new_entry import NewEntry, check_is_free
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import open_root
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
 from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
 from asyncckpt.dcp.distcp_files import ChunkSource, DcpFiles
@@ -36,7 +35,7 @@ from asyncckpt.dcp.rank_part import ChunkFacts, DcpPath, LocalKeys, plan_chunks
 from asyncckpt.dcp.reader import StorageReader
 from asyncckpt.dcp.stored import check_keys
 from asyncckpt.dcp.writer import check_whole
-from asyncckpt.engine.load.verify import verify as verify_step
+from asyncckpt.engine.load.verify import verify_new
 from asyncckpt.engine.process.background import senders
 from asyncckpt.engine.save.box_files import BoxPlan, stream_boxes
 from asyncckpt.errors import CheckpointError, CorruptError, UnsupportedError, UsageError, warn
@@ -117,8 +116,7 @@ def run_import(
             head = attempt.transaction.head(files=written, values=tuple(found.values))
             attempt.commit(Draft(head, found.plan.body, digests))
         if verify:
-            with open_root(path) as root:
-                verify_step(root, attempt.attempt.step, progress=progress)
+            verify_new(path, attempt.attempt.step, progress)
         bytes = sum(file.bytes for file in written)
         seconds = time.perf_counter() - begun
         return replace(found.facts(), step=attempt.attempt.step, bytes=bytes, seconds=seconds)

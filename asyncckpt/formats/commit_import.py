@@ -22,7 +22,7 @@ from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import WriteRoot, open_root
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, write_blocks
-from asyncckpt.engine.load.verify import verify as verify_step
+from asyncckpt.engine.load.verify import verify_new
 from asyncckpt.engine.process.background import background, senders
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import commits_of
@@ -36,7 +36,6 @@ from asyncckpt.formats.conversion import Conversion, Facts
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.source import ByteSource
 from asyncckpt.model.store_url import Place, StoreUrl
-from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy
 from asyncckpt.plan.rename import Names
 from asyncckpt.shard.reader import ChainReader
@@ -100,7 +99,7 @@ def run_import(asked: Conversion, opening: AbstractContextManager[Importable]) -
         asked.expect(sum(block.placed.spec.bytes for part in found.parts for block in part.blocks))
         result, reused = commit_import(asked, found)
     if asked.verify:
-        verify_import(asked.target, result.step, asked.progress)
+        verify_new(asked.target, result.step, asked.progress)
     result = replace(result, seconds=time.perf_counter() - begun)
     done = {"step": result.step, "reused": reused, "bytes": result.bytes_written, "seconds": result.seconds}
     return result, asked.facts(**{**found.facts, **done})
@@ -122,12 +121,6 @@ def commit_import(asked: Conversion, found: Importable) -> tuple[SaveResult, int
         rows_count=sum(facts.rows_count for part in found.parts for facts in part.tables),
     )
     return result, reused
-
-
-def verify_import(path: Place, step: int, progress: Progress) -> None:
-    """Read a new step once more and compare it with the digests of what was copied. CorruptError."""
-    with open_root(path) as root:
-        verify_step(root, step, progress=progress)
 
 
 def check_is_apart(source: Path, target: Place) -> None:

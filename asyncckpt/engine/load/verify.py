@@ -12,8 +12,8 @@ import numpy as np
 
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import head_in, look_again, manifests_by_step, mark_verified, newest_step
-from asyncckpt.commit.root import ReadRoot
-from asyncckpt.errors import NotFoundError
+from asyncckpt.commit.root import ReadRoot, open_root
+from asyncckpt.errors import IOFailedError, NotFoundError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import (
     Mark,
@@ -22,6 +22,7 @@ from asyncckpt.format.names import (
     split_shard_path,
 )
 from asyncckpt.model.result import VerifyReport
+from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress, core
 from asyncckpt.shard.reader import READ_THREADS, ChainReader
 
@@ -52,6 +53,16 @@ def verify(root: ReadRoot, step: int | None = None, *, progress: Progress | None
         )
     mark_verified(root, chain.step)
     return report
+
+
+def verify_new(place: Place, step: int, progress: Progress) -> None:
+    """Verify a step that was committed just now. CorruptError; IOFailedError, which says that the step is there."""
+    try:
+        with open_root(place) as root:
+            verify(root, step, progress=progress)
+    except IOFailedError as error:
+        what = f"step {step} of {str(place)!r} is committed, and could not be read back: {error.what}"
+        raise IOFailedError(what, errno=error.errno, hint="asyncckpt.verify(path, step) reads it again") from error
 
 
 def verify_blocks(reader: ChainReader, numbers: Iterable[int], *, bytes_total: int) -> None:

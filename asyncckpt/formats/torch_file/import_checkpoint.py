@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from asyncckpt.engine.load.verify import verify_new
 from asyncckpt.engine.save.start_save import start_save
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.tree import encode_tree, tensor_names
-from asyncckpt.formats.commit_import import verify_import
 from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.torch_file.archive import check_storages, read_archive
 from asyncckpt.model.result import SaveResult
@@ -86,5 +86,5 @@ def run_import(asked: Conversion) -> SaveResult:
         )
         result = saving.result(SAVE_DEADLINE_S)
     if asked.verify:
-        verify_import(asked.target, result.step, progress)
+        verify_new(asked.target, result.step, progress)
     return replace(result, seconds=time.perf_counter() - begun)
