@@ -46,7 +46,11 @@ class Sharded:
         return [piece.begin for piece in self.pieces]
 
     def __post_init__(self) -> None:
+        check_type("whole_shape of a Sharded", self.whole_shape, tuple)
+        check_type("dtype of a Sharded", self.dtype, torch.dtype)
+        check_type("pieces of a Sharded", self.pieces, tuple)
         for piece in self.pieces:
+            check_type("a piece of a Sharded", piece, Piece)
             _check_piece(piece, self.whole_shape, self.dtype)
 
 

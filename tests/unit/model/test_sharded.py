@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,3 +32,11 @@ def test_a_box_outside_the_whole_is_refused(begin: tuple[int, ...]) -> None:
 def test_a_piece_of_another_dtype_is_refused() -> None:
     with pytest.raises(UsageError, match=r"another dtype.*float32.*int64"):
         Sharded(whole_shape=(4,), dtype=torch.int64, pieces=(Piece(tensor=torch.ones(1), begin=(0,)),))
+
+
+@pytest.mark.parametrize(
+    "arguments", [(24_000, torch.ones(2), (0, 0)), ((4,), "float32", ()), ((4,), torch.float32, (torch.ones(4),))]
+)
+def test_what_is_no_description_is_refused_by_name(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError, match="of a Sharded is"):
+        Sharded(*arguments)
