@@ -1,4 +1,4 @@
-"""How much of a checkpoint of 8 ranks 3 ranks, or one, read from a store, beside what they need (docs/object-stores.md)."""
+"""How much readers of another number of ranks read from a store, beside what they need: docs/object-stores.md."""
 
 from __future__ import annotations
 
