@@ -51,3 +51,13 @@ def check_type(name: str, value: Any, kind: type) -> None:
     """Check for an object of a class."""
     if not isinstance(value, kind):
         raise UsageError(f"{name} is wrong", found=type(value).__name__, expected=kind.__name__)
+
+
+def is_text(name: str) -> bool:
+    """Return whether a str is one that files and manifests can have: what another library wrote may hold halves of
+    characters."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

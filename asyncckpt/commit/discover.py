@@ -2,7 +2,8 @@
 
 A step may have two manifests: its own, and that of a compacted checkpoint which stands for it. Whoever looks for the
 step takes the compacted one; but its own one where the folder of the other is missing: a writer without a working lock
-had swept it away before the compaction was published, so that was never acknowledged.
+had swept it away before the compaction was published, so that was never acknowledged. And its own one where that is not
+what the other was made of: somebody without a working lock, or in a store, has removed the step and saved it anew.
 """
 
 from __future__ import annotations
@@ -116,12 +117,22 @@ def _read_of_step(root: ReadRoot, step: int, read: Callable[[str], Sealed]) -> S
         if root.manifests.exists(name):
             with contextlib.suppress(NotFoundError):
                 found = read(name)
-                if name == own or root.data.has_folder(found.head.folder_name) or not root.manifests.exists(own):
+                if name == own or not root.manifests.exists(own):
+                    return found
+                if root.data.has_folder(found.head.folder_name) and _stands_for(found, own, read):
                     return found
     steps = committed_steps(root)
     raise NotFoundError(
         f"there is no checkpoint of step {step} in {str(root.path)!r}", found=f"steps {shown_steps(steps)}"
     )
+
+
+def _stands_for(compacted: SealedHead, own: str, read: Callable[[str], Sealed]) -> bool:
+    """Return whether a compacted checkpoint is made of what the own manifest says, or of what is damaged now."""
+    try:
+        return read(own).digest == compacted.head.replaces
+    except CheckpointError:
+        return True
 
 
 def _bytes_of(root: ReadRoot, name: str) -> bytes:

@@ -52,6 +52,8 @@ def is_committed_whole(path: Place, attempt: Attempt, name: str | None = None) -
         if head is None:
             return False
         try:
+            if head.replaces is not None and KnownHeads(root).of_step(head.step).head.attempt != head.attempt:
+                return False  # The step was saved anew.
             for needed in (head, *(found.head for found in chain_below(head, KnownHeads(root).of_step))):
                 check_files(root, needed)
                 if needed.folder_name in going:

@@ -284,8 +284,12 @@ class Transaction:
         # A step whose own manifest is gone, because a compacted one stands for it, exists all the same.
         if self._root.manifests.exists(compacted_manifest_name(head.step)):
             raise step_exists(self._root, head.step)
-        if head.replaces is not None and read_manifest(self._root, head.step).digest != head.replaces:
-            raise self._rewritten()
+        if head.replaces is not None:
+            replaced = read_manifest(self._root, head.step)
+            if replaced.digest != head.replaces:
+                raise self._rewritten()
+            if replaced.head.folder_name in being_removed(self._root):
+                raise NotFoundError(f"step {head.step} of {str(self._root.path)!r} is being removed")
 
     def _rewritten(self) -> ConflictError:
         return ConflictError(

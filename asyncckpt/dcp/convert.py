@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from asyncckpt.arguments import check_type
+from asyncckpt.commit.import_source import ImportSource, check_is_apart, reading
 from asyncckpt.commit.new_entry import NewEntry, check_is_free
 from asyncckpt.commit.proof import Draft
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
@@ -107,12 +108,15 @@ def run_import(
 ) -> Converted:
     """Do the same, with arguments that are checked, and say how far it is."""
     begun = time.perf_counter()
-    with closing(OpenDcp(source, options, names)) as found:
+    check_is_apart(source, path)
+    still = ImportSource([source])
+    with reading(source), closing(OpenDcp(source, options, names)) as found:
         with closing(CoordinatedAttempt(path, step, options)) as attempt:
             progress.bytes_expected = found.facts().bytes * (2 if verify else 1)
             target = ShardTarget(attempt.transaction.place, attempt.attempt, options, progress, sender=senders)
             with save_lock_held("save", attempt.root.path, attempt.attempt.step):
                 written, digests = stream_boxes(found.plan, found.sources(), target)
+            still.check_still()
             head = attempt.transaction.head(files=written, values=tuple(found.values))
             attempt.commit(Draft(head, found.plan.body, digests))
         if verify:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from asyncckpt.arguments import is_text
 from asyncckpt.dcp.planned_data import from_stream
 from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
@@ -95,7 +96,7 @@ class DcpFiles:
         begin: Any = getattr(place, "offset", None)
         count: Any = getattr(place, "length", None)
         is_place = type(name) is str and type(begin) is int and type(count) is int
-        if not is_place or Path(name).name != name or name in ("", ".", "..") or "\0" in name:
+        if not is_place or Path(name).name != name or name in ("", ".", "..") or "\0" in name or not is_text(name):
             raise CorruptError(f"the metadata of the DCP checkpoint has no place for {index.fqn!r}", found=name)
         if getattr(place, "transform_descriptors", None):
             raise UnsupportedError(
@@ -109,8 +110,8 @@ class DcpFiles:
         except OSError as error:
             raise io_failed(f"file {name!r} of the DCP checkpoint cannot be looked at", error) from error
         if not 0 <= begin <= begin + count <= size:
-            what = f"file {name!r} of the DCP checkpoint is too short"
-            raise CorruptError(what, found=size, expected=begin + count)
+            what = f"{index.fqn!r} of the DCP checkpoint is not within file {name!r} of {size} bytes"
+            raise CorruptError(what, found=f"bytes {begin} to {begin + count}")
         return place, file
 
     def _open(self, name: str) -> io.BufferedReader:

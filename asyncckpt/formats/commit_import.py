@@ -6,7 +6,6 @@ each of them.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
@@ -18,6 +17,7 @@ import xxhash
 
 from asyncckpt.commit.claims import claims, step_exists
 from asyncckpt.commit.discover import committed_steps, is_committed
+from asyncckpt.commit.import_source import ImportSource, check_is_apart, reading, statuses
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import WriteRoot, open_root
 from asyncckpt.commit.transaction import Transaction
@@ -28,14 +28,14 @@ from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.ranks.open_directory import open_alone
-from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
+from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.manifest import RankPart
 from asyncckpt.format.names import Attempt, attempt_of_directory
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part, render_body
 from asyncckpt.formats.conversion import Conversion, Facts
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.source import ByteSource
-from asyncckpt.model.store_url import Place, StoreUrl
+from asyncckpt.model.store_url import Place
 from asyncckpt.options import BusyPolicy
 from asyncckpt.plan.rename import Names
 from asyncckpt.shard.reader import ChainReader
@@ -83,7 +83,8 @@ def blocks_of(reader: ChainReader) -> Callable[[int], ByteSource]:
 
 def look_into(asked: Conversion, opening: AbstractContextManager[Importable]) -> Facts:
     """Say what an import would do. Raises what it would before it reads data."""
-    with opening as opened:
+    check_is_apart(asked.foreign, asked.target)
+    with reading(asked.foreign), opening as opened:
         found = opened.renamed(asked.names)
         check_step_is_free(asked.target, found.step)
         return asked.facts(**{**found.facts, "step": found.step, "reused": _noted_bytes(asked, found)})
@@ -93,11 +94,14 @@ def look_into(asked: Conversion, opening: AbstractContextManager[Importable]) ->
 def run_import(asked: Conversion, opening: AbstractContextManager[Importable]) -> tuple[SaveResult, Facts]:
     """Import, and return when it is durable; with the facts of the source."""
     begun = time.perf_counter()
-    with opening as opened:
+    check_is_apart(asked.foreign, asked.target)
+    source = ImportSource([asked.foreign])
+    with reading(asked.foreign), opening as opened:
         found = opened.renamed(asked.names)
+        beside = ImportSource(found.files)
         found.check()
         asked.expect(sum(block.placed.spec.bytes for part in found.parts for block in part.blocks))
-        result, reused = commit_import(asked, found)
+        result, reused = commit_import(asked, found, [source, beside])
     if asked.verify:
         verify_new(asked.target, result.step, asked.progress)
     result = replace(result, seconds=time.perf_counter() - begun)
@@ -105,12 +109,14 @@ def run_import(asked: Conversion, opening: AbstractContextManager[Importable]) -
     return result, asked.facts(**{**found.facts, **done})
 
 
-def commit_import(asked: Conversion, found: Importable) -> tuple[SaveResult, int]:
+def commit_import(
+    asked: Conversion, found: Importable, sources: Sequence[ImportSource] = ()
+) -> tuple[SaveResult, int]:
     """Copy all blocks into a new step; returns when it is durable, with the bytes that were there already. Waits while
-    a save or load of this process is in flight."""
+    a save or load of this process is in flight. sources: must be still when all is copied."""
     begun = time.perf_counter()
     with save_lock.held("save", asked.target, found.step, busy=BusyPolicy("wait")):
-        step, files_bytes, reused = _copy(asked, found)
+        step, files_bytes, reused = _copy(asked, found, sources)
     result = SaveResult(
         step=step,
         kind="full",
@@ -123,15 +129,6 @@ def commit_import(asked: Conversion, found: Importable) -> tuple[SaveResult, int
     return result, reused
 
 
-def check_is_apart(source: Path, target: Place) -> None:
-    """Raise UsageError for a target that is the folder of a source, or in it: that would not stay as it is."""
-    if isinstance(target, StoreUrl):
-        return
-    real, place = (Path(os.path.realpath(path)) for path in (source, target))
-    if place == real or real in place.parents:
-        raise UsageError("an import cannot go into its own source", found=str(target), expected="another place")
-
-
 def check_step_is_free(path: Place, step: int | None) -> None:
     """Raise ConflictError for a step that exists; there need not be a directory yet."""
     try:
@@ -142,7 +139,7 @@ def check_step_is_free(path: Place, step: int | None) -> None:
         return
 
 
-def _copy(asked: Conversion, found: Importable) -> tuple[int, int, int]:
+def _copy(asked: Conversion, found: Importable, sources: Sequence[ImportSource]) -> tuple[int, int, int]:
     """Copy and commit; return the step, the bytes of all files, and how many of them were there already."""
     identity = _identity(asked, found)
     with ExitStack() as held:
@@ -161,6 +158,8 @@ def _copy(asked: Conversion, found: Importable) -> tuple[int, int, int]:
         )
         try:
             draft = _write(found, transaction, target)
+            for source in sources:
+                source.check_still()
             if written is not None:
                 written.end()
             published = background.run(lambda: transaction.commit(draft), "an import")
@@ -173,23 +172,8 @@ def _copy(asked: Conversion, found: Importable) -> tuple[int, int, int]:
 def _identity(asked: Conversion, found: Importable) -> str:
     """Return what two imports have in common that write the same bytes."""
     columns = [block.placed.spec.name for part in found.parts for block in part.blocks]
-    facts = [
-        (str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        for path, status in _statuses([asked.foreign, *found.files])
-    ]
+    facts = [(str(path), *status) for path, status in sorted(statuses([asked.foreign, *found.files]).items())]
     return asked.identity(facts, xxhash.xxh3_128_hexdigest(repr(columns).encode()))
-
-
-def _statuses(paths: Sequence[Path]) -> list[tuple[Path, os.stat_result]]:
-    """Return what the system says of files, and of all that is in folders. What is not there when it is asked for, as
-    behind a link that leads nowhere, is no part of a source."""
-    found: dict[Path, os.stat_result] = {}
-    for path in paths:
-        below = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
-        for each in (path, *below):
-            with suppress(OSError):
-                found[each] = each.stat()
-    return sorted(found.items())
 
 
 def _attempt(root: WriteRoot, identity: str, step: int) -> Attempt:

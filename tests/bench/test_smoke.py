@@ -220,6 +220,8 @@ def test_stepped_tables_bench_gives_figures_with_and_without_optimizers(tmp_path
     }
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_parallel_bench_gives_a_figure_for_every_number(tmp_path: Path) -> None:
     runs = run_bench("parallel", tmp_path / "parallel")["runs"]
     assert {run["parallel"] for run in runs} == {1, 2, 4, 8, 16}

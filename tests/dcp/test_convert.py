@@ -180,7 +180,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_what_is_not_there_or_damaged_is_said(tmp_path: Path) -> None:
     with pytest.raises(asyncckpt.NotFoundError):
-        import_checkpoint(tmp_path, tmp_path / "ckpt")
+        import_checkpoint(tmp_path / "nothing", tmp_path / "ckpt")
     folder = saved(tmp_path)
     raw = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(raw[:-20])

@@ -376,7 +376,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "dcp: a data file that is truncated": (
         "dcp",
         DAMAGED,
-        "too short",
+        "is not within file",
         as_it_is(lambda s: os.truncate(data_file(s), 100)),
     ),
     "dcp: a data file that is missing": ("dcp", DAMAGED, "is missing", as_it_is(lambda s: data_file(s).unlink())),
@@ -396,7 +396,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "dcp: an offset behind the end": (
         "dcp",
         DAMAGED,
-        "too short",
+        "is not within file",
         dcp_with(lambda _, found: set_places(found, offset=1 << 50)),
     ),
     "dcp: an offset that is no number": (

@@ -31,9 +31,11 @@ def by_name(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_file_comes_in_by_name(tmp_path: Path) -> None:
-    save_file(weights(), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    hf.import_checkpoint(tmp_path / "model.safetensors", tmp_path / "run", step=5)
-    assert hf.import_checkpoint(tmp_path, tmp_path / "run").step == 6
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    hf.import_checkpoint(folder / "model.safetensors", tmp_path / "run", step=5)
+    assert hf.import_checkpoint(folder, tmp_path / "run").step == 6
     for step in (5, 6):
         assert same(by_name(asyncckpt.load(tmp_path / "run", step)), by_name(weights()))
     assert asyncckpt.verify(tmp_path / "run").strays == ()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import newest_step
+from asyncckpt.commit.discover import is_committed, newest_step
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.transaction import Commits, Transaction
@@ -31,7 +31,7 @@ from asyncckpt.engine.compact.patient_reader import PatientReader
 from asyncckpt.engine.process.background import background, rewriters, senders
 from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
 from asyncckpt.engine.save.save_job import SaveTarget
-from asyncckpt.errors import NotFoundError, SaveCancelledError
+from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.write_manifest import BodyTemplate, encode_part, render_body
@@ -80,6 +80,10 @@ def run_compaction(
                     if progress.cancelled or not may_commit():
                         raise SaveCancelledError(f"compaction of step {step} was cancelled")
                     published = background.run(lambda: transaction.commit(draft), "a compaction")
+        except CorruptError as error:
+            if is_committed(root, step):
+                raise
+            raise NotFoundError(f"step {step} of {str(root.path)!r} was removed while it was compacted") from error
         except (OSError, MemoryError) as error:
             raise as_checkpoint_error(error, step) from error
     return SaveResult(

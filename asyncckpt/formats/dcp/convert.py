@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
+from asyncckpt.commit.import_source import check_is_apart, reading
 from asyncckpt.commit.new_entry import check_is_free
 from asyncckpt.dcp import convert
 from asyncckpt.formats.commit_import import check_step_is_free
@@ -11,7 +12,8 @@ from asyncckpt.formats.conversion import Conversion, Facts
 
 
 def look_into(asked: Conversion) -> Facts:
-    with closing(convert.OpenDcp(asked.foreign, asked.options, asked.names)) as found:
+    check_is_apart(asked.foreign, asked.target)
+    with reading(asked.foreign), closing(convert.OpenDcp(asked.foreign, asked.options, asked.names)) as found:
         check_step_is_free(asked.target, asked.step)
         return {**_facts(asked, found.facts()), "step": asked.step}
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncckpt.arguments import is_text
 from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.formats.parquet.columns import ParquetColumn, arrow_errors, columns_of, pyarrow
@@ -112,6 +113,33 @@ def _files(path: Path) -> list[tuple[str, list[Path]]]:
         raise NotFoundError(f"{str(path)!r} does not exist")
     if not path.is_dir():
         return [(path.name.removesuffix(SUFFIX), [path])]
+    found = _tables_in(path)
+    taken = {file for _, files in found for file in files}
+    left_out = [file for file in _parquet_below(path) if file not in taken]
+    if left_out:
+        raise UnsupportedError(
+            f"{str(path)!r} holds Parquet files that would be left out",
+            found=[str(file.relative_to(path)) for file in left_out[:8]],
+            expected="files in one folder for each table, named *.parquet",
+        )
+    if not found:
+        raise NotFoundError(f"there are no Parquet files in {str(path)!r}", found=_names(path)[:8])
+    return found
+
+
+def _parquet_below(path: Path) -> Iterator[Path]:
+    """Yield what looks like a Parquet file at any depth, in the order of names; what is hidden is meant to be."""
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if name[0] not in "._")
+        yield from (Path(folder, name) for name in sorted(names) if _is_shown(name))
+
+
+def _is_shown(name: str) -> bool:
+    return name[0] not in "._" and name.lower().endswith(SUFFIX)
+
+
+def _tables_in(path: Path) -> list[tuple[str, list[Path]]]:
+    """Return the files of every table in a folder."""
     places = {name: path / name for name in _names(path)}
     files = [place for name, place in places.items() if name.endswith(SUFFIX) and not place.is_dir()]
     folders = {name.removesuffix(SUFFIX): _parts(place) for name, place in places.items() if place.is_dir()}
@@ -123,8 +151,6 @@ def _files(path: Path) -> list[tuple[str, list[Path]]]:
         if name in found:
             raise UnsupportedError(f"{str(path)!r} holds two tables {name!r}", hint="give the path of one of them")
         found[name] = [file]
-    if not found:
-        raise NotFoundError(f"there are no Parquet files in {str(path)!r}", found=sorted(places)[:8])
     return sorted(found.items())
 
 
@@ -139,7 +165,7 @@ def _parts(path: Path) -> list[Path]:
 
 def _table(name: str, files: Sequence[Path], renamed: Mapping[str, str]) -> ParquetTable:
     """Open every file and look at its schema."""
-    if not name or "@" in name or not _is_text(name):
+    if not name or "@" in name or not is_text(name):
         raise UnsupportedError(f"table {name!r} cannot be imported", hint="no name may hold '@'; rename the file")
     if len(files) > limits.FILES_MAX:
         raise UnsupportedError(f"table {name!r} has too many files", found=len(files), expected=limits.FILES_MAX)
@@ -213,11 +239,3 @@ def _read_part(part: ParquetPart, column: ParquetColumn, begin: int, end: int) -
                 if at != last:
                     raise CorruptError(f"{owner} has fewer rows than it says", found=at - first, expected=last - first)
             first = last
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

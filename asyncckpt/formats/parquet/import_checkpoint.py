@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from asyncckpt.format.manifest import BlockFacts, RankPart
-from asyncckpt.formats.commit_import import Importable, check_is_apart, run_import
+from asyncckpt.formats.commit_import import Importable, run_import
 from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.foreign_chain import WHOLE, table_spec, unplaced
 from asyncckpt.formats.parquet.files import ParquetTable, parquet_tables
@@ -53,7 +53,6 @@ def import_checkpoint(
 def open_import(asked: Conversion, *, columns: Mapping[str, str] | None = None) -> Iterator[Importable]:
     """Look at what is to be imported; its files are opened when they are read. NotFoundError, CorruptError,
     UnsupportedError, UsageError, IOFailedError."""
-    check_is_apart(asked.foreign, asked.target)
     tables = parquet_tables(asked.foreign, columns)
     found = [block for table in tables for block in _blocks(table)]
     blocks = tuple(block for block, _ in found)

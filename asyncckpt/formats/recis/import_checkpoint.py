@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from asyncckpt.formats.commit_import import Importable, blocks_of, check_is_apart, run_import
+from asyncckpt.formats.commit_import import Importable, blocks_of, run_import
 from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.stored import Columns, RecisReader, StoredAs, as_chain, check_columns, step_of
@@ -52,7 +52,6 @@ def import_checkpoint(
 @contextmanager
 def open_import(asked: Conversion, *, columns: Columns | None = None) -> Iterator[Importable]:
     """Open what is to be imported. NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError."""
-    check_is_apart(asked.foreign, asked.target)
     with RecisDirectory.open(asked.foreign) as directory:
         checked = check_columns(columns, directory.slots)
         chain = as_chain(directory, StoredAs(step=0, schemas={}, columns=checked, paths={}))

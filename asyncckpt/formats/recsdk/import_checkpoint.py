@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from asyncckpt.embcache.recsdk_files import EMBEDDING, MOMENTUM, StoredPart, read_recsdk_checkpoint
 from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
 from asyncckpt.format.manifest import BlockFacts, RankPart
-from asyncckpt.formats.commit_import import Importable, check_is_apart, run_import
+from asyncckpt.formats.commit_import import Importable, run_import
 from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.foreign_chain import WHOLE, table_spec, unplaced
 from asyncckpt.model.block import TableFacts
@@ -67,7 +67,6 @@ def import_checkpoint(
 def open_import(asked: Conversion, *, columns: Mapping[str, str] | None = None) -> Iterator[Importable]:
     """Look at what is to be imported; its files are opened when they are read. NotFoundError, CorruptError,
     UnsupportedError, UsageError, IOFailedError."""
-    check_is_apart(asked.foreign, asked.target)
     found = read_recsdk_checkpoint(asked.foreign)
     if found.is_incremental:
         what = f"checkpoint in {str(asked.foreign)!r} holds only rows that were used since an earlier save"

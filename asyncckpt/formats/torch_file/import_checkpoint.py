@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from asyncckpt.commit.import_source import ImportSource, reading
+from asyncckpt.commit.removal import remove
 from asyncckpt.engine.load.verify import verify_new
 from asyncckpt.engine.save.start_save import start_save
-from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
 from asyncckpt.format.tree import encode_tree, tensor_names
 from asyncckpt.formats.conversion import Conversion
-from asyncckpt.formats.torch_file.archive import check_storages, read_archive
+from asyncckpt.formats.torch_file.archive import check_storages, check_sums, read_archive
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, Durability
 from asyncckpt.plan.leaf_checks import check_leaf
@@ -59,7 +61,8 @@ class FoundState:
     @staticmethod
     def of(path: Path, names: Names) -> FoundState:
         """Read and check everything but data. UnsupportedError for what cannot be saved."""
-        state = names.state(read_archive(path))
+        with reading(path):
+            state = names.state(read_archive(path))
         owner = f"file {str(path)!r}"
         try:
             flat = flatten(state)
@@ -76,7 +79,11 @@ class FoundState:
 def run_import(asked: Conversion) -> SaveResult:
     """Do the same, as it is asked for."""
     begun = time.perf_counter()
+    source = ImportSource([asked.foreign])
     found = FoundState.of(asked.foreign, asked.names)
+    if asked.verify:
+        with reading(asked.foreign):
+            check_sums(asked.foreign, f"file {str(asked.foreign)!r}")
     asked.expect(sum(tensor.nbytes for tensor in found.flat.tensors))
     durability, parallel = asked.options.durability, asked.options.parallel
     with Saver(path=str(asked.target), tensors=found.state, durability=durability, parallel=parallel) as saver:
@@ -85,6 +92,12 @@ def run_import(asked: Conversion) -> SaveResult:
             saver._target, step=asked.step, kind="full", metadata=None, busy=busy, staged=False, progress=progress
         )
         result = saving.result(SAVE_DEADLINE_S)
+        try:
+            source.check_still()
+        except CorruptError:  # It is mapped, so what was committed is not what was looked at.
+            commits = saver._target.commits
+            remove(commits.root, commits.heads, [commits.heads.of_step(result.step).head.folder_name], lambda: True)
+            raise
     if asked.verify:
         verify_new(asked.target, result.step, progress)
     return replace(result, seconds=time.perf_counter() - begun)

@@ -1,0 +1,76 @@
+"""What an import reads, files of another library: apart from its target, and still from its beginning to its commit.
+
+They have no digests of ours. So what the system says of them (place, size, times) is asked for before the first is
+opened, and again when all is copied: where it says anything else, what was copied may be half of one checkpoint and
+half of another.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, UsageError
+from asyncckpt.model.store_url import Place, StoreUrl
+from asyncckpt.storage.directory import io_failed
+
+Status = tuple[int, int, int, int, int]
+
+
+class ImportSource:
+    """Files, and all that is in folders, as they are now."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self.statuses = statuses(paths)
+
+    def check_still(self) -> None:
+        """Raise CorruptError if any of them is another one by now."""
+        now = statuses(self._paths)
+        changed = [path for path in sorted({*now, *self.statuses}) if now.get(path) != self.statuses.get(path)]
+        if changed:
+            raise CorruptError(
+                f"{str(changed[0])!r} changed while it was imported, and nothing is committed",
+                hint="import it again when nobody writes to it",
+            )
+
+
+def statuses(paths: Sequence[Path]) -> dict[Path, Status]:
+    """Return what the system says of files, and of all that is in folders. What is not there when it is asked for, as
+    behind a link that leads nowhere, is no part of a source."""
+    found: dict[Path, Status] = {}
+    for path in paths:
+        below = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+        for each in (path, *below):
+            with suppress(OSError):
+                status = each.stat()
+                # Of a folder the times say only that something else is in it now.
+                times = (0, 0) if os.path.isdir(each) else (status.st_mtime_ns, status.st_ctime_ns)
+                size = 0 if os.path.isdir(each) else status.st_size
+                found[each] = (status.st_dev, status.st_ino, size, *times)
+    return found
+
+
+def check_is_apart(source: Path, target: Place) -> None:
+    """Raise UsageError for a target that is the folder of a source, or in it: that would not stay as it is."""
+    if isinstance(target, StoreUrl):
+        return
+    real, place = (Path(os.path.realpath(path)) for path in (source, target))
+    if place == real or real in place.parents:
+        raise UsageError("an import cannot go into its own source", found=str(target), expected="another place")
+
+
+@contextmanager
+def reading(source: Path) -> Iterator[None]:
+    """Raise what the system says while a source is read as IOFailedError; a file may ask for any memory."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except MemoryError as error:
+        raise IOFailedError(f"there is not enough memory to read {str(source)!r}", errno=errno.ENOMEM) from error
+    except OSError as error:
+        raise io_failed(f"{str(source)!r} cannot be read", error) from error
