@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,10 +48,10 @@ def statuses(paths: Sequence[Path]) -> dict[Path, Status]:
         for each in (path, *below):
             with suppress(OSError):
                 status = each.stat()
-                # Of a folder the times say only that something else is in it now.
-                times = (0, 0) if os.path.isdir(each) else (status.st_mtime_ns, status.st_ctime_ns)
-                size = 0 if os.path.isdir(each) else status.st_size
-                found[each] = (status.st_dev, status.st_ino, size, *times)
+                facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+                if stat.S_ISDIR(status.st_mode):  # What is in a folder has facts of its own.
+                    facts = (0, 0, 0)
+                found[each] = (status.st_dev, status.st_ino, *facts)
     return found
 
 

@@ -74,12 +74,13 @@ def check_sums(path: Path, owner: str) -> None:
     too, and nothing is compared.
     """
     with zipfile.ZipFile(path) as archive:
-        records = archive.infolist()
-        storages = [record for record in records if _is_storage(record.filename)]
+        storages: list[zipfile.ZipInfo] = []
+        others: list[zipfile.ZipInfo] = []
+        for record in archive.infolist():
+            (storages if _is_storage(record.filename) else others).append(record)
         try:
-            for record in records:
-                if record not in storages:
-                    archive.read(record)
+            for record in others:
+                archive.read(record)
         except zipfile.BadZipFile:
             return
         for record in storages:
