@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from bench.gpu_device import BenchDevice
 from bench.gpu_saves import OurSaves, Saves
@@ -52,15 +53,29 @@ class TorchSave:
 
 
 class Dcp:
-    """dcp.async_save in a thread. The training goes on when the state is staged, for it changes it."""
+    """dcp.async_save in a thread. The training goes on when the state is staged, for it changes it.
 
-    def __init__(self, state: State, path: Path, *, stager: Any, writer: Callable[[Path], Any] | None = None) -> None:
-        self._state, self._path, self._stager, self._writer = state, path, stager, writer
+    make_stager, where torch closes the stager behind a save, as older ones do.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        path: Path,
+        *,
+        make_stager: Callable[[], Any],
+        is_closed: bool = False,
+        writer: Callable[[Path], Any] | None = None,
+    ) -> None:
+        self._state, self._path, self._make_stager, self._writer = state, path, make_stager, writer
+        self._stager, self._is_closed = make_stager(), is_closed
         self._number = 0
 
     def save(self) -> None:
         from torch.distributed.checkpoint import state_dict_saver
 
+        if self._number and self._is_closed:
+            self._stager = self._make_stager()
         self._number += 1
         path = self._path / str(self._number)
         target = {"checkpoint_id": path} if self._writer is None else {"storage_writer": self._writer(self._path)}
@@ -88,10 +103,14 @@ def dcp_with_pinned_stager(device: BenchDevice, state: State, path: Path) -> Sav
             use_async_staging=device.is_cuda,
             use_non_blocking_copy=device.is_cuda,
         )
-        return Dcp(state, path, stager=staging.DefaultStager(options))
-    if device.is_cuda:  # Older ones pin with their cache.
-        return Dcp(state, path, stager=_closing(staging.BlockingAsyncStager(cache_staged_state_dict=True)))
-    return Dcp(state, path, stager=_closing(staging.BlockingAsyncStager()))
+        is_closed = Version(torch.__version__) < Version("2.12")
+        return Dcp(state, path, make_stager=lambda: staging.DefaultStager(options), is_closed=is_closed)
+    # Older ones pin with their cache.
+    return Dcp(
+        state,
+        path,
+        make_stager=lambda: _closing(staging.BlockingAsyncStager(cache_staged_state_dict=device.is_cuda)),
+    )
 
 
 def dcp_with_ours(device: BenchDevice, state: State, path: Path) -> Saves:
@@ -103,7 +122,7 @@ def dcp_with_ours(device: BenchDevice, state: State, path: Path) -> Saves:
     return Dcp(
         state,
         path,
-        stager=own.AsyncStager(use_async_staging=has_async_staging),
+        make_stager=lambda: own.AsyncStager(use_async_staging=has_async_staging),
         writer=lambda folder: own.StorageWriter(folder, keep=1),
     )
 

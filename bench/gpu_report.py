@@ -12,6 +12,7 @@ from bench.gpu_copies import Floors, GatherFigures
 from bench.gpu_device import GIB
 from bench.gpu_loads import DeviceLoadFigures
 from bench.gpu_saves import LoopFigures, SaveCase
+from bench.gpu_steps import HostFigures, StepFigures
 from bench.report import number, print_table, times
 from bench.targets import Target
 
@@ -37,6 +38,8 @@ class GpuFigures:
     floors: list[CaseFloors] = field(default_factory=list)
     loops: list[LoopFigures] = field(default_factory=list)
     peers: list[LoopFigures] = field(default_factory=list)
+    steps: list[StepFigures] = field(default_factory=list)
+    host: list[HostFigures] = field(default_factory=list)
     gathers: list[GatherFigures] = field(default_factory=list)
     loads: list[DeviceLoadFigures] = field(default_factory=list)
 
@@ -59,6 +62,16 @@ class GpuFigures:
         bounds = {index: one.d2d if way == SCRATCH else one.d2h for index, one in floors.items()}
         return median_of(value(one) / bounds[one.round_index] for one in self.loops_of(case, way))
 
+    def steps_ratio(self, value: Callable[[StepFigures], float]) -> float:
+        """Against one copy to the host of as many bytes, by the speed of the largest one."""
+        floors = [one.floors for one in self.floors if one.case == self.cases[0].name]
+        second_per_byte = median_of(one.d2h / one.bytes for one in floors)
+        return median_of(value(one) / (one.bytes * second_per_byte) for one in self.steps)
+
+    def host_call_ms(self, state: str) -> float:
+        """What a call takes of the host when the device has nothing else to do."""
+        return median_of(one.seconds * 1e3 for one in self.host if one.state == state)
+
     def gather_speed(self, row_bytes: int, share: float, way: str) -> float:
         """As a part of a plain copy's of as many bytes."""
         wanted = (row_bytes, share, way)
@@ -77,6 +90,11 @@ def targets_of(figures: GpuFigures) -> list[Target]:
     return [
         *(Target(f"{small}, {way}: host blocked ms", figures.host_ms(small, way), 1.0) for way in (STRAIGHT, SCRATCH)),
         *(
+            Target(f"{state}: host in the call, ms", figures.host_call_ms(state), 0.4 if count < 1000 else 1.0)
+            for state, count in host_states(figures)
+        ),
+        Target("copies behind the step: time lost / one copy to the host", figures.steps_ratio(lost), 0.05),
+        *(
             Target(f"{case}: device time lost / one copy to the host", figures.lost_ratio(case, STRAIGHT), 1.1)
             for case in cases
         ),
@@ -92,6 +110,42 @@ def targets_of(figures: GpuFigures) -> list[Target]:
         Target("10 % of rows of 512 bytes, on the device / one copy", on_device, 0.8, at_least=True),
         Target("10 % of rows of 512 bytes, to the host / one copy", to_host, 0.9, at_least=True),
     ]
+
+
+def host_states(figures: GpuFigures) -> list[tuple[str, int]]:
+    """Each state whose calls were measured, and of how many tensors it is, about."""
+    names = dict.fromkeys(one.state for one in figures.host)
+    return [(name, 10_000 if "0,0" in name else 1) for name in names]
+
+
+def lost(one: StepFigures) -> float:
+    return one.lost_seconds
+
+
+def print_steps(console: Console, figures: GpuFigures) -> None:
+    values: list[Callable[[StepFigures], float]] = [
+        lambda one: one.host_seconds,
+        lambda one: one.fence_seconds,
+        lambda one: one.step_seconds,
+        lost,
+    ]
+    row = [number(median_of(one.bytes / GIB for one in figures.steps), 2)]
+    row += [number(median_of(value(one) for one in figures.steps) * 1e3, 2) for value in values]
+    row += [
+        times(figures.steps_ratio(lambda one: one.fence_seconds + one.step_seconds)),
+        times(figures.steps_ratio(lost)),
+    ]
+    columns = ["GiB", *LOOP_COLUMNS[:2], "next step longer ms", LOOP_COLUMNS[2], "waits / floor", "lost / floor"]
+    print_table(console, "copies behind forward (optimizers=); the floor is one copy to the host", columns, [row])
+
+
+def print_host(console: Console, figures: GpuFigures) -> None:
+    rows = []
+    for name, _ in host_states(figures):
+        own = [one for one in figures.host if one.state == name]
+        processor = median_of(one.processor_seconds for one in own)
+        rows.append([name, number(figures.host_call_ms(name), 2), number(processor * 1e3, 2)])
+    print_table(console, "save_async of a state that has not changed, ms", ["state", "call", "processor"], rows)
 
 
 def print_floors(console: Console, figures: GpuFigures) -> None:

@@ -4,6 +4,9 @@ The loop is matrix products and updates of the state, queued far ahead of the de
     host      how long the call blocks the training thread
     fence     from just before the save to just behind it on the trainer's stream: what the stream waits there
     lost      the loop's time with the save less that without, so also what copies beside training cost it
+
+Steps before the measured ones warm the device up, without a pause: a cool one is faster by more than a save costs. The
+loop without a save is run before and behind, and their mean counts.
 """
 
 from __future__ import annotations
@@ -78,6 +81,8 @@ class TrainingLoop:
     def run(self, state: Sequence[torch.Tensor], save: Callable[[], None]) -> tuple[float, float, float]:
         """(seconds of the whole loop, seconds at the fence, seconds of the host in `save`)."""
         self._device.synchronize()
+        for _ in range(sum(self._steps) // 2):
+            self._step(state)
         begin = self._device.mark()
         for _ in range(self._steps[0]):
             self._step(state)
@@ -115,16 +120,14 @@ def measure(
     *,
     round_index: int,
 ) -> LoopFigures:
-    """One loop without a save, then one with it; in every other round the other way round."""
+    """A loop without a save, one with it, and one without."""
     tensors = list(state.values())
-    is_second = round_index % 2 == 0
-    without = loop.run(tensors, lambda: None)[0] if is_second else 0.0
+    before = loop.run(tensors, _nothing)[0]
     begun = time.perf_counter()
     whole, fence, host = loop.run(tensors, saves.save)
     saves.finish()
     done = time.perf_counter() - begun
-    if not is_second:
-        without = loop.run(tensors, lambda: None)[0]
+    without = (before + loop.run(tensors, _nothing)[0]) / 2
     return LoopFigures(
         case=case.name,
         way=way,
@@ -137,6 +140,10 @@ def measure(
     )
 
 
+def _nothing() -> None:
+    """Save nothing."""
+
+
 class OurSaves:
     """A Saver. is_written: else a filter drops all blocks behind the copies, and no disk is measured."""
 
@@ -145,7 +152,7 @@ class OurSaves:
             path=path,
             tensors=state,
             device=asyncckpt.DeviceOptions(scratch_bytes=scratch_bytes),
-            filter_func=_keep if is_written else _drop,
+            filter_func=keep if is_written else drop,
             keep=1,
         )
         self._saver.prepare()
@@ -162,9 +169,9 @@ class OurSaves:
         self._saver.close()
 
 
-def _keep(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+def keep(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     return blocks
 
 
-def _drop(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+def drop(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     return []

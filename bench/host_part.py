@@ -71,18 +71,24 @@ def read_by(way: str) -> Iterator[None]:
 
 
 @contextmanager
-def state_of(count: int | None, parameters: int) -> Iterator[Mapping[str, Any]]:
-    """Make so many tensors on a device; 0: one on the host; None: a module and its optimizer there, after a step."""
+def state_of(count: int | None, parameters: int, device: str = "") -> Iterator[Mapping[str, Any]]:
+    """Make so many tensors on a device; 0: one on the host; None: a module and its optimizer there, after a step.
+
+    device: a real one; else tensors are on the simulated one, and the module is on the host.
+    """
     if count == 0:
         yield {"tensor": torch.zeros(ELEMENTS)}
         return
     if count is None:
-        module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(parameters // 2)))
+        module = torch.nn.Sequential(*(torch.nn.Linear(4, 4, device=device or None) for _ in range(parameters // 2)))
         optimizer = torch.optim.AdamW(module.parameters())
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         yield {"module": module, "optimizer": optimizer}
+        return
+    if device:
+        yield {f"t{number}": torch.zeros(ELEMENTS, device=device) for number in range(count)}
         return
     runtime = SimulatedRuntime(1, device_bytes=max(32 << 20, 6 * count * ELEMENTS * 4))
     with runtime.installed():
