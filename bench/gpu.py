@@ -91,7 +91,8 @@ def run_gpu(
                 bench, library, source, pinned, table_bytes=large // 2, round_index=index
             )
         end_section(print_gathers)
-        figures.loads += measure_loads(bench, written, source, pinned, folder, rounds=min(rounds, 3))
+        loaded = SaveCase("loaded", 100, min(large, 4 * GIB) // 100 // 4 * 4)
+        figures.loads += measure_loads(bench, loaded, source, pinned, folder, rounds=min(rounds, 3))
         end_section(print_loads)
         _add_peers(figures, bench, loop, written, folder, rounds=min(rounds, 2), console=console)
     return end_section(print_peers, lambda console, figures: print_targets(console, targets_of(figures)))

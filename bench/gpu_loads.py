@@ -48,8 +48,8 @@ def measure_loads(
         for tensor in target.values():
             tensor.zero_()
         device.synchronize()
-        drop_page_cache(folder)
-        cached = cached_share(folder)
+        drop_page_cache(folder / "load")
+        cached = cached_share(folder / "load")
         begun = time.perf_counter()
         asyncckpt.Loader(folder / "load", tensors=target, parallel=THREADS_COUNT).load()
         seconds = time.perf_counter() - begun

@@ -72,6 +72,11 @@ class GpuFigures:
         """What a call takes of the host when the device has nothing else to do."""
         return median_of(one.seconds * 1e3 for one in self.host if one.state == state)
 
+    @property
+    def load_ratio(self) -> float:
+        """Seconds of a load against the slower of one raw read and one copy up."""
+        return median_of(one.seconds / max(one.read_seconds, one.up_seconds) for one in self.loads)
+
     def gather_speed(self, row_bytes: int, share: float, way: str) -> float:
         """As a part of a plain copy's of as many bytes."""
         wanted = (row_bytes, share, way)
@@ -91,7 +96,7 @@ def targets_of(figures: GpuFigures) -> list[Target]:
         *(Target(f"{small}, {way}: host blocked ms", figures.host_ms(small, way), 1.0) for way in (STRAIGHT, SCRATCH)),
         *(
             Target(f"{state}: host in the call, ms", figures.host_call_ms(state), 0.4 if count < 1000 else 1.0)
-            for state, count in host_states(figures)
+            for state, count in {one.state: one.count for one in figures.host}.items()
         ),
         Target("copies behind the step: time lost / one copy to the host", figures.steps_ratio(lost), 0.05),
         *(
@@ -109,13 +114,8 @@ def targets_of(figures: GpuFigures) -> list[Target]:
         ),
         Target("10 % of rows of 512 bytes, on the device / one copy", on_device, 0.8, at_least=True),
         Target("10 % of rows of 512 bytes, to the host / one copy", to_host, 0.9, at_least=True),
+        Target("cold load / the slower of disk and bus", 1 / figures.load_ratio, 0.9, at_least=True),
     ]
-
-
-def host_states(figures: GpuFigures) -> list[tuple[str, int]]:
-    """Each state whose calls were measured, and of how many tensors it is, about."""
-    names = dict.fromkeys(one.state for one in figures.host)
-    return [(name, 10_000 if "0,0" in name else 1) for name in names]
 
 
 def lost(one: StepFigures) -> float:
@@ -141,7 +141,7 @@ def print_steps(console: Console, figures: GpuFigures) -> None:
 
 def print_host(console: Console, figures: GpuFigures) -> None:
     rows = []
-    for name, _ in host_states(figures):
+    for name in dict.fromkeys(one.state for one in figures.host):
         own = [one for one in figures.host if one.state == name]
         processor = median_of(one.processor_seconds for one in own)
         rows.append([name, number(figures.host_call_ms(name), 2), number(processor * 1e3, 2)])
@@ -193,13 +193,12 @@ def print_gathers(console: Console, figures: GpuFigures) -> None:
 
 def print_loads(console: Console, figures: GpuFigures) -> None:
     loads = figures.loads
-    ratio = median_of(one.seconds / max(one.read_seconds, one.up_seconds) for one in loads)
     row = [
         number(median_of(one.bytes / GIB for one in loads), 2),
         number(median_of(one.seconds for one in loads)),
         number(median_of(one.read_seconds for one in loads)),
         number(median_of(one.up_seconds for one in loads)),
-        times(ratio),
+        times(figures.load_ratio),
         number(max((one.cached_share for one in loads), default=0.0), 2),
         "yes" if all(one.exact for one in loads) else "NO",
     ]

@@ -39,6 +39,7 @@ class HostFigures:
     """The medians of some calls for a state that has not changed, in seconds."""
 
     state: str
+    count: int
     round_index: int
     seconds: float
     processor_seconds: float
@@ -118,5 +119,7 @@ def measure_host(device: BenchDevice, folder: Path, *, rounds: int, smoke: bool 
     for index in range(rounds):
         for place, (shown, count) in enumerate(states):
             with state_of(count, parameters, device.name) as state:
-                figures.append(HostFigures(shown, index, **times_of(state, folder / f"host{index}-{place}")))
+                figures.append(
+                    HostFigures(shown, count or parameters, index, **times_of(state, folder / f"host{index}-{place}"))
+                )
     return figures

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.contract import LARGE_BYTES, PACK_BYTES, ComparesRows
@@ -19,6 +20,7 @@ from asyncckpt.devices.slots import SLOT_BYTES, runs_of, slots_of
 from asyncckpt.native import I64, U64, core
 
 FINGERPRINT_BYTES = 8
+LONG_BYTES, LONG_MAX = 4 << 20, 100
 
 Work = Callable[[Batch], None]
 """Queues copies while the side stream of the batch is current."""
@@ -96,8 +98,11 @@ class SegmentCopy:
 
     def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
         segments = self._segments.view(np.int64)
-        begins, ends, of = runs_of(segments[:, 1], segments[:, 2])
-        slots, scratch_bytes = slots_of(ends - begins, begins)
+        alone = self._are_long()
+        begins, ends, of = runs_of(segments[:, 1], segments[:, 2], alone=alone)
+        aligned_like = begins.copy()
+        aligned_like[of[alone]] = segments[alone, 0]
+        slots, scratch_bytes = slots_of(ends - begins, aligned_like)
 
         def halves(address: int) -> tuple[Work, Work]:
             inward = self._segments.copy()
@@ -106,6 +111,16 @@ class SegmentCopy:
             return (lambda batch: batch.kernels.copy(inward, batch)), _outward(outward)
 
         return scratch_bytes, halves
+
+    def _are_long(self) -> NDArray[np.bool_]:
+        """Return which segments get a slot aligned like their source, bool [n]: a copy within the device writes whole
+        lines of memory then. The others share one with their neighbours. Each slot is one copy to the host.
+        """
+        sizes = self._segments[:, 2]
+        are_long: NDArray[np.bool_] = sizes >= LONG_BYTES
+        if np.count_nonzero(are_long) > LONG_MAX:
+            are_long[np.argsort(sizes, kind="stable")[:-LONG_MAX]] = False
+        return are_long
 
 
 class RowCopy:

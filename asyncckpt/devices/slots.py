@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncckpt.native import I64
 
@@ -23,11 +24,16 @@ class Runs(NamedTuple):
     of: I64
 
 
-def runs_of(begins: I64, sizes: I64, *, gap_bytes_max: int = 0) -> Runs:
-    """Return the runs of pieces in ascending order, including gaps of at most gap_bytes_max. Pieces may overlap."""
+def runs_of(begins: I64, sizes: I64, *, gap_bytes_max: int = 0, alone: NDArray[np.bool_] | None = None) -> Runs:
+    """Return the runs of pieces in ascending order, including gaps of at most gap_bytes_max. Pieces may overlap.
+
+    alone: which pieces, bool [pieces], are runs of their own; these do not overlap.
+    """
     ends = np.maximum.accumulate(begins + sizes)
     is_first = np.ones(len(begins), dtype=np.bool_)
     is_first[1:] = begins[1:] - ends[:-1] > gap_bytes_max
+    if alone is not None:
+        is_first[1:] |= alone[1:] | alone[:-1]
     is_last = np.append(is_first[1:], np.ones(len(begins[:1]), dtype=np.bool_))
     return Runs(begins[is_first], ends[is_last], np.cumsum(is_first) - 1)
 

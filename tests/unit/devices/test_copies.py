@@ -6,6 +6,8 @@ import mmap
 import random
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from asyncckpt.devices import copies as copies_module
 from asyncckpt.devices import library_kernels
 from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.copies import Copy, RowCopy, SegmentCopy, TensorCopy
+from asyncckpt.native import U64
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
@@ -121,7 +124,27 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which copies are divided, as small as the copies of these tests."""
     monkeypatch.setattr(copies_module, "LARGE_BYTES", 4000)
     monkeypatch.setattr(copies_module, "PACK_BYTES", 10_000)
+    monkeypatch.setattr(copies_module, "LONG_BYTES", 1000)
+    monkeypatch.setattr(copies_module, "LONG_MAX", 3)
     monkeypatch.setattr(library_kernels, "LARGE_BYTES", 4000)
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_long_segments_are_aligned_like_their_sources() -> None:
+    segments = np.array([[4096, 10_010, 2000], [8192, 12_010, 10], [16_384, 12_020, 3000]], dtype=np.uint64)
+    _, halves = SegmentCopy(segments).by_scratch()
+    asked: list[list[list[int]]] = []
+
+    class Kernels:
+        def copy(self, segments: U64, batch: Batch) -> None:
+            asked.append(segments.tolist())
+
+    batch: Any = SimpleNamespace(kernels=Kernels(), is_reachable=lambda *place: True)
+    for work in halves(1 << 20):
+        work(batch)
+    inward, outward = asked
+    assert [target % 256 for _, target, _ in inward] == [0, 12_010 % 256, 0]
+    assert [[target, size] for _, target, size in outward] == segments[:, 1:].tolist()
 
 
 @every_kernels

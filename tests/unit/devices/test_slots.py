@@ -21,6 +21,14 @@ def test_runs_hold_their_pieces(gap_bytes_max: int) -> None:
     assert len(np.unique(runs.of)) == len(runs.begins) > 1
 
 
+def test_pieces_that_are_alone_are_runs_of_their_own() -> None:
+    begins, sizes = np.array([0, 10, 20, 30, 50]), np.array([10, 10, 10, 10, 10])
+    runs = runs_of(begins, sizes, alone=np.array([False, False, True, False, False]))
+    assert runs.begins.tolist() == [0, 20, 30, 50]
+    assert runs.ends.tolist() == [20, 30, 40, 60]
+    assert runs.of.tolist() == [0, 0, 1, 2, 3]
+
+
 def test_slots_have_room_and_are_aligned() -> None:
     rng = np.random.default_rng(1)
     begins, sizes = (rng.integers(1, 3000, 20).astype(np.int64) for _ in range(2))
