@@ -233,12 +233,13 @@ def gpu(
     directory: Directory = None,
     out: Out = None,
     smoke: Smoke = False,
+    peers: Annotated[bool, typer.Option(help="also measure other ways to save")] = True,
     device: Annotated[str, typer.Option(help="cuda, or cpu: to test the bench itself")] = "cuda",
 ) -> None:
     """Saves and loads of tensors on a CUDA device, beside plain copies and other ways to save. Not part of `all`."""
     path = _out(out, f"{datetime.date.today().isoformat()}-gpu", smoke)
     try:
-        run_gpu(gib=gib, rounds=rounds, directory=directory, out=path, smoke=smoke, device=device)
+        run_gpu(gib=gib, rounds=rounds, directory=directory, out=path, peers=peers, smoke=smoke, device=device)
     except NoDevice as error:
         typer.echo(f"there is no device to measure: {error}", err=True)
         raise typer.Exit(1) from error

@@ -57,6 +57,7 @@ def run_gpu(
     rounds: int = 5,
     directory: Path | None = None,
     out: Path,
+    peers: bool = True,
     smoke: bool = False,
     device: str = "cuda",
 ) -> dict[str, Any]:
@@ -94,8 +95,10 @@ def run_gpu(
         loaded = SaveCase("loaded", 100, min(large, 4 * GIB) // 100 // 4 * 4)
         figures.loads += measure_loads(bench, loaded, source, pinned, folder, rounds=min(rounds, 3))
         end_section(print_loads)
-        _add_peers(figures, bench, loop, written, folder, rounds=min(rounds, 2), console=console)
-    return end_section(print_peers, lambda console, figures: print_targets(console, targets_of(figures)))
+        if peers:
+            _add_peers(figures, bench, loop, written, folder, rounds=min(rounds, 2), console=console)
+            end_section(print_peers)
+    return end_section(lambda console, figures: print_targets(console, targets_of(figures)))
 
 
 def _write(out: Path, console: Console, facts: dict[str, Any], figures: GpuFigures) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Trainer:
     def __init__(self, device: BenchDevice, case: SaveCase, *, size: int, products: int) -> None:
         self._device = device
         dtype = torch.bfloat16 if device.is_cuda else torch.float32
-        self._a, self._b = (torch.randn(size, size, device=device.name).to(dtype) for _ in range(2))
+        self._a, self._b = (torch.ones(size, size, dtype=dtype, device=device.name) for _ in range(2))
         self._c, self._products = torch.empty_like(self._a), products
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in make_state(device, case).items()}
         for parameter in self.parameters.values():

@@ -50,6 +50,7 @@ class BlockReader(Protocol):
 
 
 WINDOW_BYTES = 64 << 20
+DEVICE_TIMES = 2  # As large are windows for devices: a disk rests while the last block of a window is verified.
 
 
 class Window(Protocol):
@@ -90,16 +91,22 @@ def scatter_all(items: Sequence[Scatter], reader: BlockReader, uploads: Uploads)
     for item in items:
         is_up = any(uploads.device_of(target) is not None for target in item.targets)
         (to_devices if is_up else to_host).append(item)
-    _scatter(to_devices, reader, uploads, new_window=uploads.window)
+    _scatter(to_devices, reader, uploads, bytes_max=DEVICE_TIMES * WINDOW_BYTES, new_window=uploads.window)
     # The same memory for every window.
-    _scatter(to_host, reader, uploads, new_window=cache(lambda bytes: np.empty(bytes, dtype=np.uint8)))
+    new_window = cache(lambda bytes: np.empty(bytes, dtype=np.uint8))
+    _scatter(to_host, reader, uploads, bytes_max=WINDOW_BYTES, new_window=new_window)
 
 
 def _scatter(
-    items: Sequence[Scatter], reader: BlockReader, uploads: Uploads, *, new_window: Callable[[int], U8]
+    items: Sequence[Scatter],
+    reader: BlockReader,
+    uploads: Uploads,
+    *,
+    bytes_max: int,
+    new_window: Callable[[int], U8],
 ) -> None:
     digesters: dict[int, Digester] = {}
-    for batch in _batches(items, reader, new_window):
+    for batch in _batches(items, reader, new_window, bytes_max=bytes_max):
         for item, window, memory in batch:
             reader.add(item.number, memory.ctypes.data, begin=window.begin, bytes=window.bytes)
         reader.run()  # Verifies the blocks that are read in one piece.
@@ -115,17 +122,17 @@ def _scatter(
 
 
 def _batches(
-    items: Sequence[Scatter], reader: BlockReader, new_window: Callable[[int], U8]
+    items: Sequence[Scatter], reader: BlockReader, new_window: Callable[[int], U8], *, bytes_max: int
 ) -> Iterator[list[tuple[Scatter, Window, U8]]]:
     """Return windows of the blocks, in order, as many as fit the memory, which is asked for anew for every batch."""
     specs = [reader.block(item.number).placed.spec for item in items]
     wanted = sum(paged(spec.bytes) for spec in specs)
-    memory_bytes = min(WINDOW_BYTES, wanted)
+    memory_bytes = min(bytes_max, wanted)
     memory = np.empty(0, dtype=np.uint8)
     batch: list[tuple[Scatter, Window, U8]] = []
     used = 0
     for item, spec in zip(items, specs, strict=True):
-        for window in item.windows(spec, bytes_max=WINDOW_BYTES, whole=reader.verify):
+        for window in item.windows(spec, bytes_max=bytes_max, whole=reader.verify):
             size = window.bytes
             if batch and used + size > len(memory):
                 yield batch

@@ -181,7 +181,7 @@ def test_what_was_launched_is_awaited_when_a_read_fails(
 
 
 def test_damage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 64)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 32)
     reader = MemoryReader(verify=True)
     whole, _ = several_blocks(reader)
     facts, raw = reader.blocks[2]
