@@ -168,7 +168,7 @@ def test_what_was_launched_is_awaited_when_a_read_fails(
     error: Exception, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the memory of targets and windows would be used by others while the device still works on it."""
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 200)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 100)
     reader = FailingReader(verify=True, error=error, runs_left=seed)
     whole, _ = several_blocks(reader)
     runtime = SimulatedRuntime(seed=seed, kernels=("plain", "torch")[seed % 2])
@@ -181,7 +181,7 @@ def test_what_was_launched_is_awaited_when_a_read_fails(
 
 
 def test_damage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 32)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 64)
     reader = MemoryReader(verify=True)
     whole, _ = several_blocks(reader)
     facts, raw = reader.blocks[2]
