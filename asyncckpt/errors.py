@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+TEXT_CHARACTERS_MAX = 2000
 _UNSET: Any = object()
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _OUR_FRAMES = (
@@ -43,11 +44,11 @@ class CheckpointError(Exception):
         self.expected = None if expected is _UNSET else expected
         self.found = None if found is _UNSET else found
         self.hint = hint
-        parts = [what]
+        parts = [_shortened(what)]
         if found is not _UNSET:
-            parts.append(f"found {found!r}")
+            parts.append(f"found {_shortened(repr(found))}")
         if expected is not _UNSET:
-            parts.append(f"expected {expected!r}")
+            parts.append(f"expected {_shortened(repr(expected))}")
         message = ", ".join(parts)
         super().__init__(f"{message} ({hint})" if hint else message)
 
@@ -55,6 +56,12 @@ class CheckpointError(Exception):
         """Errors travel between processes, with their text and plain facts: other ranks wait for them there."""
         facts = {name: fact for name, fact in self.__dict__.items() if isinstance(fact, (str, int, float, type(None)))}
         return received, (type(self), str(self), facts)
+
+
+def _shortened(text: str) -> str:
+    """Return a text without its middle if it is very long, as a name in a foreign file may be."""
+    half = TEXT_CHARACTERS_MAX // 2
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
 
 
 def received(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:

@@ -44,6 +44,15 @@ def test_an_error_arrives_with_its_text_and_facts(error: CheckpointError) -> Non
     assert str(copy.copy(error)) == str(error)
 
 
+def test_a_very_long_name_is_printed_without_its_middle() -> None:
+    name = "a" * 1_000_000 + "z"
+    error = UsageError(f"tensor {name!r} is wrong", found=[name], expected=name, hint="rename it")
+    assert len(str(error)) < 7000
+    assert str(error).startswith("tensor 'aaa")
+    assert str(error).endswith("az' (rename it)")
+    assert error.found == [name]
+
+
 def test_another_process_cannot_resolve() -> None:
     received = pickle.loads(pickle.dumps(ERRORS[2]))
     with pytest.raises(UsageError, match="came from another process"):
