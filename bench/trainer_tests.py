@@ -1,6 +1,7 @@
-"""Tests of checkpoints of Lightning and of Hugging Face's Trainer themselves, with their own saving and with ours.
+"""Tests of checkpoints of Lightning, of its Fabric and of Hugging Face's Trainer, with their own saving and with ours.
 
     .venv-integrations/bin/python -m bench.trainer_tests lightning <pytorch-lightning>/tests/tests_pytorch [test ...]
+    .venv-integrations/bin/python -m bench.trainer_tests fabric <pytorch-lightning>/tests/tests_fabric [test ...]
     .venv-integrations/bin/python -m bench.trainer_tests transformers <transformers>/tests/trainer [test ...]
 
 For whoever has a checkout; the package that is installed is tested. A test is file, file::test or file::class::test.
@@ -9,7 +10,8 @@ parameterized, and what they ask of the hub fails with both. Prints for each fil
 own saving, how many of these with ours, and why the others do not. In every process a sitecustomize module puts ours in
 their place:
 
-lightning      AsyncCheckpointIO where TorchCheckpointIO is made. The tests look at files and threads as soon as
+lightning, fabric
+               AsyncCheckpointIO where TorchCheckpointIO is made. The tests look at files and threads as soon as
                something was saved, so every save is waited for, and a directory of ours is a file to them.
                `torch.load` and `load_from_checkpoint` read it: people write `checkpoint_file(path)` there.
 transformers   our Trainer, with discard_newer=True, since the tests go back to older steps of a folder. They end by
@@ -59,6 +61,12 @@ SUITES = {
         ),
         options=("--import-mode=prepend",),
     ),
+    "fabric": Suite(
+        "replace_plugin",
+        ("test_fabric.py", "strategies/test_strategy.py"),
+        words="(checkpoint or save or load) and not dataloader",
+        options=("--import-mode=prepend",),
+    ),
     "transformers": Suite(
         "replace_trainer",
         ("test_trainer.py", "test_trainer_checkpointing.py", "test_trainer_jit_checkpoint.py"),
@@ -101,7 +109,7 @@ def replace_plugin() -> None:
     def is_file_to_tests(path: Any) -> bool:
         asked_by = sys._getframe(1).f_globals.get("__name__", "")
         return isfile(path) or (
-            asked_by.startswith("tests_pytorch.") and os.path.isdir(os.path.join(path, "manifests"))
+            asked_by.startswith(("tests_pytorch.", "tests_fabric.")) and os.path.isdir(os.path.join(path, "manifests"))
         )
 
     os.path.isfile = is_file_to_tests
