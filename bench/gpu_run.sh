@@ -90,7 +90,7 @@ case $letter in
     ) &
     part twin 300 make test-gpu ARGS="-v -k test_torch_kernels"
     wait $! || failed=1
-    part demo 150 make demo ARGS="--gpu --out $OUT/demo"
+    part demo 240 make demo ARGS="--gpu --out $OUT/demo"
     ;;
   c)
     build
