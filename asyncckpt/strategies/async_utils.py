@@ -135,6 +135,10 @@ class ThreadAsyncCaller(AsyncCaller):
                 error = self._wait(request.call_idx, future, agreement)
             if error is None and future.done():
                 error = _error_of(future, request.call_idx)
+                own_error = getattr(request.async_fn, "error", None)
+                # A rank that has failed may not wait for one that has never come to this call.
+                if error is None and agreement is not None and callable(own_error):
+                    error = own_error()
             ended = error is not None or future.done()
             done = ended
             if agreement is not None:
@@ -159,11 +163,13 @@ class ThreadAsyncCaller(AsyncCaller):
         return self._agreement.is_done(call, f"async call {call}", ended=not is_alive, error=None, blocking=False)
 
     def close(self, abort: bool = False) -> None:
-        """See AsyncCaller. A call that has begun is cancelled by `cancel()` of its async_fn, where that has one."""
+        """See AsyncCaller. A call is cancelled by `cancel()` of its async_fn too, where that has one: what it waits for
+        may be under way before it is called."""
         calls, self._calls = self._calls, deque()
         for request, future in calls if abort else ():
+            future.cancel()
             cancel = getattr(request.async_fn, "cancel", None)
-            if not future.cancel() and callable(cancel):
+            if callable(cancel):
                 cancel()
 
     def forget(self) -> None:

@@ -102,10 +102,9 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
         try:
             packed = use_stored(checkpoint_dir, COMMON_DIR, _loaded_common)
         except NotFoundError as error:
-            try:
-                found: StateDict = load_sharded(_COMMON_OBJECT, checkpoint_dir, SHARDED_DIR)
-            except NotFoundError:
+            if not _has_common_object(checkpoint_dir):
                 raise error from None
+            found: StateDict = load_sharded(_COMMON_OBJECT, checkpoint_dir, SHARDED_DIR)
             return found
         state: StateDict = unpack(packed, owner=f"common state of {str(checkpoint_dir)!r}")
         return state
@@ -120,6 +119,13 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return ShardedObjects without data, by their unique keys; none where no objects were saved."""
         return objects_metadata(checkpoint_dir, OBJECTS_DIR, object_type=self._object_type)
+
+
+def _has_common_object(checkpoint_dir: str | Path) -> bool:
+    try:
+        return use_stored(checkpoint_dir, SHARDED_DIR, lambda stored: _COMMON_OBJECT.unique_key in stored.object_keys)
+    except NotFoundError:
+        return False
 
 
 def _loaded_common(stored: StoredState) -> Any:

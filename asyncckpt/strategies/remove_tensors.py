@@ -31,9 +31,9 @@ from asyncckpt.format.tree import VALUE, Node, leaves, tensor_paths
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.write_manifest import render_body
 from asyncckpt.model.own_rank import own_rank
-from asyncckpt.model.table import Role
 from asyncckpt.native import Progress
 from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy, SaveOptions
+from asyncckpt.plan.contents import stored_dense
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
@@ -80,7 +80,7 @@ def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
             raise IncompatibleError(
                 f"checkpoint of step {manifest.step} was not saved by a strategy", found=part.tree[1]
             )
-        values |= values_of(part)
+        values = values_of(part) | values  # Where ranks differ, the lower one's, as of the objects that they are in.
         for name, kept in ((TENSORS, tensors), (OBJECTS, objects)):
             for key, child in children(part.tree, name):
                 if name == TENSORS and key.startswith(key_prefix):
@@ -100,17 +100,14 @@ def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
 
 
 def _blocks(manifest: Manifest, places: dict[TreePath, int]) -> list[BlockCopy]:
-    """Return the blocks of the leaves that have a place."""
+    """Return the blocks of the leaves that have a place; a leaf that was tied to another one gets blocks of its own."""
     blocks = []
-    number = 0
-    for part in manifest.parts:
-        paths = tensor_paths(part.tree)
-        for block in part.blocks:
-            spec = block.placed.spec
-            if spec.role is Role.DENSE and spec.leaf is not None and paths[spec.leaf] in places:
-                blocks.append(BlockCopy(number, None, replace(spec, leaf=places[paths[spec.leaf]])))
-            number += 1
-    return blocks
+    for item in stored_dense(manifest)[0].values():
+        if item.path in places:
+            for number in item.blocks:
+                spec = replace(manifest.blocks[number].placed.spec, name=item.name, leaf=places[item.path])
+                blocks.append(BlockCopy(number, None, spec))
+    return sorted(blocks, key=lambda block: block.number)
 
 
 def _remove(checkpoint_dir: str | os.PathLike[str], key_prefix: str, progress: Progress) -> bool:

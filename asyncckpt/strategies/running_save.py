@@ -88,6 +88,16 @@ class RunningSave:
                     self._saver = None
                     saver.close()
 
+    def error(self) -> Exception | None:
+        """Return what the save has failed with, if it has ended; for a queue, which asks before it waits for ranks."""
+        if self._future is None or not self._future.done():
+            return None
+        try:
+            self._future.result(0)
+        except Exception as error:
+            return error
+        return None
+
     def cancel(self) -> bool:
         """Abort the save, if it has not begun to commit; True when it will end so."""
         return self._future is not None and self._future.cancel()
@@ -157,11 +167,14 @@ class HeldFile:
     def __init__(self) -> None:
         if fcntl is None:
             raise UnsupportedError("other processes cannot wait for a save: this system has no record locks")
-        try:
-            self._fd, self.path = tempfile.mkstemp(prefix="asyncckpt-save-")
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise io_failed("a file for other processes to wait for cannot be made", error) from error
+        with ExitStack() as made:
+            try:
+                self._fd, self.path = tempfile.mkstemp(prefix="asyncckpt-save-")
+                made.callback(self.release)
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise io_failed("a file for other processes to wait for cannot be made", error) from error
+            made.pop_all()
 
     def release(self) -> None:
         with suppress(OSError):

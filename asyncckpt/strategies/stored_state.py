@@ -22,13 +22,14 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Manifest, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import MAPPINGS, VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, tensor_paths
+from asyncckpt.format.tree import ARRAY, MAPPINGS, SCALAR, VALUE, Node, descend, leaf_of, leaves, path_name, rebuild
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy
+from asyncckpt.plan.contents import stored_dense
 from asyncckpt.shard.reader import READ_THREADS
 from asyncckpt.signals import uninterrupted
 from asyncckpt.strategies.backend import COMMON, OBJECTS, TENSORS, reading_root
@@ -52,9 +53,12 @@ class StoredState:
         self.step = manifest.step
         self._parts = manifest.parts
         self._values: dict[int, dict[TreePath, Json]] = {}
-        self._dense = {path: facts for part in manifest.parts for path, facts in _dense(part)}
+        self._dense = dict(_dense(manifest))
         self.tensors = {path[1]: facts for path, facts in self._dense.items() if path[0] == TENSORS and len(path) == 2}
-        self._objects = {key: (part, node) for part in manifest.parts for key, node in children(part.tree, OBJECTS)}
+        # Of one that several ranks have saved, the lower one's.
+        self._objects = {
+            key: (part, node) for part in reversed(manifest.parts) for key, node in children(part.tree, OBJECTS)
+        }
 
     @property
     def object_keys(self) -> Collection[str]:
@@ -106,7 +110,8 @@ class StoredState:
             if facts is None:
                 raise CorruptError(f"tensor {owner} was not written by any rank")
             new = torch.empty(facts.shape, dtype=facts.dtype)
-            tensors.append(leaf_of(leaf, new))
+            # A NumPy scalar would be a copy of what is not yet filled: it is an array until then (packed_objects.py).
+            tensors.append(leaf_of(ARRAY if leaf is SCALAR else leaf, new))
         return rebuild(node, iter(tensors), iter(values))
 
 
@@ -133,10 +138,9 @@ def children(tree: Node, name: str) -> Iterator[tuple[Any, Node]]:
         yield from zip(node[1], node[2], strict=True)
 
 
-def _dense(part: RankPart) -> Iterator[tuple[TreePath, StoredTensor]]:
-    paths = tensor_paths(part.tree)
-    for block in part.blocks:
-        spec = block.placed.spec
-        if spec.leaf is not None:
-            dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
-            yield paths[spec.leaf], StoredTensor(shape=spec.whole_shape or spec.shape, dtype=dtype)
+def _dense(manifest: Manifest) -> Iterator[tuple[TreePath, StoredTensor]]:
+    found, unreadable = stored_dense(manifest)
+    for name, dtype in unreadable.items():
+        dtype_by_name(dtype, owner=name)
+    for item in found.values():
+        yield item.path, StoredTensor(shape=item.shape, dtype=dtype_by_name(item.dtype, owner=item.name).dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -256,6 +257,17 @@ def test_an_abort_forgets_calls_and_cancels_what_can_be(persistent: bool) -> Non
     assert seen == []
 
 
+def test_an_abort_cancels_what_is_under_way_behind_a_call_that_has_not_begun() -> None:
+    first, second = Gate(), Gate()
+    queue = AsyncCallsQueue(persistent=True)
+    queue.schedule_async_request(request(first))
+    queue.schedule_async_request(request(second))
+    first.begun.wait(LONG_S)
+    queue.close(abort=True)
+    assert first.cancelled
+    assert second.cancelled
+
+
 def test_the_callers_interface_is_abstract() -> None:
     assert AsyncCaller.__abstractmethods__ == {
         "schedule_async_call",
@@ -307,6 +319,22 @@ def test_no_rank_finalizes_before_all_have_ended() -> None:
         other = thread.submit(one.maybe_finalize_async_calls, blocking=True)
         assert zero.maybe_finalize_async_calls(blocking=True) == [0]
         assert other.result(LONG_S) == [0]
+
+
+def test_a_rank_whose_save_has_failed_does_not_wait_for_one_that_never_came() -> None:
+    class Failed(Gate):
+        def __call__(self) -> None:
+            pass
+
+        def error(self) -> Exception:
+            return UsageError("the save of rank 1 was refused")
+
+    zero, _ = queues(2)
+    zero.schedule_async_request(request(Failed()))
+    begun = time.monotonic()
+    with pytest.raises(UsageError, match="rank 1 was refused"):
+        zero.maybe_finalize_async_calls(blocking=True)
+    assert time.monotonic() - begun < LONG_S / 2
 
 
 def test_without_dist_a_rank_looks_at_itself() -> None:

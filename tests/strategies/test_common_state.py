@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import io
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -83,3 +86,14 @@ def test_each_call_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["common", "objects", "sharded"]
     for part in tmp_path.iterdir():
         asyncckpt.verify(part)
+
+
+def test_why_the_common_object_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("late_module")
+    module.Backend = enum.Enum("Backend", "A", module="late_module")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "late_module", module)
+    state = {"common_state": ShardedObject("common_state", {"b": module.Backend.A}, (1,), (0,), replica_id=0)}
+    ShardedSave().save(state, tmp_path)
+    monkeypatch.delitem(sys.modules, "late_module")
+    with pytest.raises(NotFoundError, match="import its module before loading"):
+        LOAD.load_common(tmp_path)
