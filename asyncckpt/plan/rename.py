@@ -13,7 +13,8 @@ from typing import Any
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
-from asyncckpt.format.tree import MAPPINGS, Node, Path, key_value, path_name, rebuild, tensor_names
+from asyncckpt.format.tree import MAPPINGS, Node, Path, key_value, leaves, path_name, rebuild, tensor_names
+from asyncckpt.model.table import Role
 from asyncckpt.plan.state import flatten
 
 
@@ -90,7 +91,7 @@ class Names:
         """Return what ranks hold under its new names. UsageError."""
         if not self.new:
             return parts
-        found = [self._part(part) for part in parts]
+        found = self._parts(parts)
         self.check_used({block.placed.spec.table or block.placed.spec.name for part in parts for block in part.blocks})
         return found
 
@@ -98,9 +99,14 @@ class Names:
         """Return a checkpoint under its new names; its blocks have the numbers they had. UsageError."""
         if not self.new:
             return chain
-        found = [replace(m, parts=tuple(self._part(part) for part in m.parts)) for m in chain.manifests]
+        found = [replace(manifest, parts=self._parts(manifest.parts)) for manifest in chain.manifests]
         self.check_used({block.placed.spec.table or block.placed.spec.name for block in chain.blocks})
         return Chain(tuple(found))
+
+    def _parts(self, parts: Sequence[RankPart]) -> tuple[RankPart, ...]:
+        found = tuple(self._part(part) for part in parts)
+        _check_apart(parts, found)
+        return found
 
     def _part(self, part: RankPart) -> RankPart:
         tables = tuple(replace(facts, name=self.name(facts.name)) for facts in part.tables)
@@ -122,6 +128,33 @@ class Names:
             else:
                 spec = replace(spec, name=self.name(spec.name) if spec.leaf is None else leaves[spec.leaf])
             yield replace(block, placed=replace(block.placed, spec=spec))
+
+
+def _check_apart(parts: Sequence[RankPart], renamed: Sequence[RankPart]) -> None:
+    """Raise UsageError where things of two ranks, which a reader finds by their names alone, would have become one."""
+    was: dict[Any, Any] = {}
+    for part, new_part in zip(parts, renamed, strict=True):
+        for old, new in zip(_known_by(part), _known_by(new_part), strict=True):
+            if was.setdefault(new, old) != old:
+                raise UsageError("two things would have the same name", found=_shown(new))
+    for new, old in was.items():
+        for end in range(1, len(new)):
+            if new[:end] in was and was[new[:end]] != old[:end]:
+                raise UsageError("a thing would have the name of a mapping", found=_shown(new[:end]))
+
+
+def _known_by(part: RankPart) -> Iterator[tuple[Any, ...]]:
+    """Yield by what each tensor, value and table of a part is known: its path; or its name, where it has none."""
+    yield from (path for path, _ in leaves(part.tree))
+    yield from ((Role.ID, facts.name) for facts in part.tables)
+    for block in part.blocks:
+        spec = block.placed.spec
+        if spec.leaf is None and spec.table is None:
+            yield (spec.role, spec.name)
+
+
+def _shown(known: tuple[Any, ...]) -> str:
+    return str(known[1]) if isinstance(known[0], Role) else path_name(known)
 
 
 def _text(key: Any) -> str:
