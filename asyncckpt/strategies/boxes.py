@@ -24,7 +24,10 @@ def pieces_of(leaf: Any, data: torch.Tensor) -> Iterator[Piece]:
     prepended = leaf.prepend_axis_num
     front, inner = tuple(leaf.global_offset[:prepended]), tuple(leaf.global_offset[prepended:])
     is_empty = math.prod(leaf.global_shape) == 0
-    for begin, part in _parts(leaf, data):
+    parts = list(_parts(leaf, data))
+    if is_empty and not parts:  # Of a flattened range.
+        parts = [((0,) * len(inner), data.reshape(leaf.local_shape))]
+    for begin, part in parts:
         if part.numel() or is_empty:
             offset = tuple(first + own for first, own in zip(inner, begin, strict=True))
             yield Piece(tensor=part[(None,) * prepended], begin=front + offset)

@@ -131,8 +131,14 @@ def _misfits(leaf: Any, stored: StoredTensor) -> list[str]:
     return found
 
 
+# Powers of two without a sign, and pairs of numbers in a byte.
+_ALONE = frozenset(getattr(torch, name, None) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2")) - {None}
+
+
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether numbers stay what they are, but for the precision of a floating point dtype."""
+    if not _ALONE.isdisjoint((stored, wanted)):
+        return False
     if not wanted.is_floating_point or stored.is_complex or stored is torch.bool:
         return False
     return stored.is_floating_point or torch.finfo(wanted).max >= torch.iinfo(stored).max

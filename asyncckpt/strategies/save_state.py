@@ -61,4 +61,7 @@ def _sharded(key: str, held: list[tuple[Any, Piece]]) -> Sharded:
                 expected=(tuple(first.global_shape), first.dtype),
             )
     pieces = tuple(piece for _, piece in held)
-    return Sharded(whole_shape=tuple(first.global_shape), dtype=first.dtype, pieces=pieces)
+    try:
+        return Sharded(whole_shape=tuple(first.global_shape), dtype=first.dtype, pieces=pieces)
+    except UsageError as error:
+        raise UsageError(f"sharded tensor {key!r} is wrong: {error}") from error

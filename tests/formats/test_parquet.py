@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.errors import ConflictError, UnsupportedError, UsageError
+from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError, UsageError
+from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.formats import parquet
+from asyncckpt.formats.parquet.columns import WIDENED, ParquetColumn
+from asyncckpt.model.table import Role
 from asyncckpt.plan import image
 from tests.formats.states import same
 from tests.program import invoke
@@ -174,6 +177,48 @@ def test_one_file_and_one_folder_are_tables_of_their_names(tmp_path: Path) -> No
     parquet.import_checkpoint(tmp_path / "many.parquet", tmp_path / "two", columns={"user_id": "id"})
     assert same(loaded(tmp_path / "one"), loaded(tmp_path / "run"))
     assert len(loaded(tmp_path / "two", "many")["id"]) == 30
+
+
+@pytest.mark.parametrize("dtype", WIDENED)
+def test_every_pattern_of_narrow_numbers_comes_back(dtype: str) -> None:
+    """NaN is many patterns, of which torch makes one."""
+    narrow = dtype_by_name(dtype, owner="").dtype
+    count = 256**narrow.itemsize
+    raw = np.arange(count).astype(np.uint8 if narrow.itemsize == 1 else np.uint16).view(np.uint8)
+    column = ParquetColumn("values", Role.WEIGHT, dtype, ())
+    found = column.to_bytes(column.to_arrow(raw), "file")
+    widened = torch.from_numpy(raw.copy()).view(narrow).float().numpy().view(np.uint32)
+    again = torch.from_numpy(found.copy()).view(narrow).float().numpy().view(np.uint32)
+    assert np.array_equal(again, widened)
+    assert dtype != "bfloat16" or np.array_equal(found, raw)
+    wrong = pa.array(np.float32([1.0, 1.0 + 2**-20]))
+    with pytest.raises(CorruptError, match=f"no {dtype}"):
+        column.to_bytes(wrong, "file")
+
+
+def test_a_folder_that_would_be_one_table_is_refused(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "run", {}, hashtables={"a": table("a"), "b": table("b")})
+    for more in ([], ["--dry-run"]):
+        done = invoke("export", "parquet", tmp_path / "run", tmp_path / "out.parquet", *more)
+        assert done.exit_code == 2
+        assert "one table" in done.stderr
+    assert not (tmp_path / "out.parquet").exists()
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_parts_without_rows_and_other_orders_of_columns_come_in(empty: int, tmp_path: Path) -> None:
+    """How long the lists of an empty part are, nobody knows."""
+    folder = tmp_path / "in" / "user"
+    folder.mkdir(parents=True)
+    for number in range(3):
+        ids = pa.array([] if number == empty else [3 * number, 3 * number + 1], type=pa.int64())
+        rows = pa.array([[float(number)] * 4] * len(ids), type=pa.list_(pa.float32()))
+        columns = {"id": ids, "embedding": rows}
+        columns = columns if number else dict(reversed(columns.items()))
+        pq.write_table(pa.table(columns), folder / f"part{number}.parquet")
+    done = invoke("import", "parquet", tmp_path / "in", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert len(loaded(tmp_path / "run")["id"]) == 4
 
 
 def test_dry_runs_say_the_same_and_make_nothing(tmp_path: Path) -> None:

@@ -65,6 +65,14 @@ def test_parameters_and_steps_and_numpy(tmp_path: Path) -> None:
         torch_file.import_checkpoint(tmp_path / "state.pt", tmp_path / "run", step=4)
 
 
+def test_views_of_one_memory_as_other_dtypes_go_out(tmp_path: Path) -> None:
+    whole = torch.arange(4.0)
+    state = {"a": whole, "b": whole.view(torch.int32), "c": whole[1:], "n": [whole.view(torch.uint8)]}
+    asyncckpt.save(tmp_path / "run", state)
+    torch_file.export_checkpoint(tmp_path / "run", tmp_path / "out.pt")
+    assert same(torch.load(tmp_path / "out.pt"), state)
+
+
 def test_tables_are_left_out_and_named(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 2)
     table.insert(torch.arange(3), torch.ones(3, 2))

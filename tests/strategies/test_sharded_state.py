@@ -157,6 +157,36 @@ def test_dtypes_that_could_not_hold_the_values_are_refused(
     assert target.tolist() == [0] * 4
 
 
+@pytest.mark.parametrize("name", ["float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_dtypes_without_a_sign_or_of_pairs_convert_to_and_from_nothing(tmp_path: Path, name: str) -> None:
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    of_bytes = torch.ones(4, dtype=torch.uint8).view(dtype)
+    SAVE.save({"a": ShardedTensor.from_rank_offsets("a", torch.full((4,), -3.0))}, tmp_path / "a")
+    SAVE.save({"a": ShardedTensor.from_rank_offsets("a", of_bytes)}, tmp_path / "b")
+    for part, target in (("a", torch.zeros(4, dtype=torch.uint8).view(dtype)), ("b", torch.zeros(4))):
+        with pytest.raises(IncompatibleError, match="has dtype"):
+            LOAD.load({"a": ShardedTensor.from_rank_offsets("a", target)}, tmp_path / part)
+        assert target.view(torch.uint8).sum() == 0
+    found = torch.zeros(4, dtype=torch.uint8).view(dtype)
+    LOAD.load({"a": ShardedTensor.from_rank_offsets("a", found)}, tmp_path / "b")
+    assert torch.equal(found.view(torch.uint8), of_bytes.view(torch.uint8))
+
+
+def test_a_flattened_range_of_a_tensor_without_elements_is_saved(tmp_path: Path) -> None:
+    def leaf(data: torch.Tensor | None) -> ShardedTensor:
+        return ShardedTensor("g", data, torch.float32, (0, 2), (0, 2), (0, 0), None, flattened_range=slice(0, 0))
+
+    SAVE.save({"g": leaf(torch.empty(0))}, tmp_path)
+    assert LOAD.load({"g": leaf(None)}, tmp_path)["g"].numel() == 0
+
+
+def test_a_piece_beside_the_whole_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="sharded tensor 'w'"):
+        SAVE.save({"w": box("w", torch.ones(2), (3,), (4,))}, tmp_path)
+
+
 def test_another_floating_point_dtype_is_converted(tmp_path: Path) -> None:
     whole = torch.tensor([1.0, 2.5, -3.0])
     SAVE.save({"w": box("w", whole, (0,), (3,))}, tmp_path)

@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncckpt import system
 from asyncckpt.commit.new_entry import NewEntry
-from asyncckpt.errors import NotFoundError, UnsupportedError
+from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name
@@ -61,7 +61,8 @@ class ExportPlan:
             raise UnsupportedError(what, hint="export hf, torch or dcp has them")
         tables: dict[str, list[ParquetColumn]] = {}
         for name, table in contents.tables.items():
-            if name[:1] in ("", ".", "_") or "/" in name or "\\" in name or "\0" in name or len(name) > NAME_BYTES_MAX:
+            is_long = len(name.encode()) > NAME_BYTES_MAX
+            if name[:1] in ("", ".", "_") or "/" in name or "\\" in name or "\0" in name or is_long:
                 expected = f"a name of at most {NAME_BYTES_MAX} bytes, without '/', that begins with a letter"
                 raise UnsupportedError(
                     f"table {name!r} cannot be the name of a file", expected=expected, hint="--rename OLD=NEW"
@@ -72,7 +73,10 @@ class ExportPlan:
         return ExportPlan(chain, contents, tables)
 
     def report(self, path: Path) -> ExportReport:
-        """Return what is known before anything is read: rows of deltas are counted when they are folded."""
+        """Return what is known before anything is read: rows of deltas are counted when they are folded. UsageError."""
+        if path.name.endswith(SUFFIX):
+            what = "readers take a folder of this name for one table in several files"
+            raise UsageError(what, found=path.name, expected=f"a name that does not end in {SUFFIX!r}")
         rows = {name: sum(layer.rows_count for layer in own.layers) for name, own in self.contents.tables.items()}
         size = sum(rows[name] * sum(column.row_bytes for column in own) for name, own in self.tables.items())
         return ExportReport(

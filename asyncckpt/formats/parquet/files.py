@@ -169,16 +169,19 @@ def _table(name: str, files: Sequence[Path], renamed: Mapping[str, str]) -> Parq
         raise UnsupportedError(f"table {name!r} cannot be imported", hint="no name may hold '@'; rename the file")
     if len(files) > limits.FILES_MAX:
         raise UnsupportedError(f"table {name!r} has too many files", found=len(files), expected=limits.FILES_MAX)
-    parts = []
+    parts: list[ParquetPart] = []
     columns: list[ParquetColumn] | None = None
     for path in files:
         with _opened(path) as (file, owner):
+            rows_count = file.metadata.num_rows
+            parts.append(ParquetPart(path, rows_count))
+            if not rows_count and (columns is not None or path != files[-1]):
+                continue  # Nobody knows how long its lists are.
             own = columns_of(file.schema_arrow, _widths(file.metadata), renamed, owner)
-            if columns is not None and own != columns and file.metadata.num_rows:
+            if columns is not None and {c.name: c for c in own} != {c.name: c for c in columns}:
                 expected, found = ([f"{c.name} {c.dtype} {list(c.row_shape)}" for c in each] for each in (columns, own))
                 raise CorruptError(f"{owner} has other columns than {str(files[0])!r}", found=found, expected=expected)
             columns = own if columns is None else columns
-            parts.append(ParquetPart(path, file.metadata.num_rows))
     names = [column.name for column in columns or ()]
     if ID_COLUMN not in names or len(names) < 2:
         where = f"table {name!r} in {str(files[0]) if files else ''!r}"

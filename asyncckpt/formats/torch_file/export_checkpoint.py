@@ -147,7 +147,7 @@ def _load(asked: Conversion, memory: FileMemory) -> tuple[ExportPlan, Any]:
             asked.progress.bytes_expected = size * (3 if asked.verify else 2)  # It is read from here, too.
             tree = load_open(root, request, opened).tree
             asked.progress.advance(opened.reader.bytes_read)
-    return plan, asked.names.state(_plain(tree))
+    return plan, asked.names.state(_plain(tree, {}))
 
 
 def _write(entry: NewEntry, state: Any, durability: Durability) -> int:
@@ -168,18 +168,22 @@ def _write(entry: NewEntry, state: Any, durability: Durability) -> int:
         raise
 
 
-def _plain(value: Any) -> Any:
-    """Return a state without NumPy, whose types torch.load refuses."""
+def _plain(value: Any, dtypes: dict[int, torch.dtype]) -> Any:
+    """Return a state without NumPy, whose types torch.load refuses; and without views of one memory as other dtypes,
+    which torch.save does: these get memory of their own. dtypes: of memory that was seen, by its address."""
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
+        value = torch.from_numpy(value)
+    if isinstance(value, torch.Tensor):
+        is_view = dtypes.setdefault(value.untyped_storage().data_ptr(), value.dtype) != value.dtype
+        return value.clone() if is_view and value.numel() else value
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
         for key in value:
-            value[key] = _plain(value[key])
+            value[key] = _plain(value[key], dtypes)
         return value
     if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
+        return type(value)(_plain(item, dtypes) for item in value)
     return value
 
 
