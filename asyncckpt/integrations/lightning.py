@@ -18,6 +18,7 @@ ModelCheckpoint's, becomes a checkpoint directory.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -77,6 +78,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self._every, self._keep, self._checkpointing = every_n_train_steps, keep, dict(checkpointing or {})
         self._checkpointer: Checkpointer | None = None
         self._noted_step = 0
+        self._noted: Mapping[str, Any] | None = None  # In the middle of a step: what was so at the end of the last.
+        self._is_in_step = False
         self._rng: Mapping[str, Any] | None = None
         self._positions: list[Any] = []
         self._metrics: Mapping[str, torch.Tensor] = {}
@@ -98,7 +101,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         return "" if self.best_step is None else str(Path(self.dirpath, f"step={self.best_step}"))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rng": RngState().state_dict(), "best_step": self.best_step, "best_model_score": self.best_model_score}
+        rng = RngState().state_dict() if self._noted is None or not self._is_in_step else self._noted["rng"]
+        return {"rng": rng, "best_step": self.best_step, "best_model_score": self.best_model_score}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_step, self.best_model_score = state_dict["best_step"], state_dict["best_model_score"]
@@ -111,6 +115,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint[_METRICS] = dict(trainer.callback_metrics)
+        if self._is_in_step and self._noted is not None and trainer.global_step == self._noted_step:
+            checkpoint["loops"]["fit_loop"] = self._noted["fit_loop"]  # Else the batch of an error would be left out.
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
@@ -132,27 +138,27 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
             self._checkpointing.setdefault("keep", KeepPolicy(latest=keep, **best))  # type: ignore[arg-type]
         arguments = {"every": math.inf, "keep": keep, **self._checkpointing, ROOT: _Dumped(trainer)}
         checkpointer = Checkpointer(self.dirpath, **arguments)
-        self._noted_step = trainer.global_step
+        self._noted_step, self._noted, self._is_in_step = trainer.global_step, None, False
         self._checkpointer = checkpointer.__enter__()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._rng is not None and batch_idx > 0:
             RngState().load_state_dict(self._rng)  # In the middle of an epoch, making its iterator again has drawn.
-        self._rng = None
+        self._rng, self._is_in_step = None, True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, loop = trainer.global_step, trainer.fit_loop.epoch_loop
         if step == self._noted_step:  # In the middle of accumulated gradients.
             return
         if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # Else the step ends behind the validation.
-            self._note(step, save=self._every is not None and step % self._every == 0)
+            self._note(trainer, step, save=self._every is not None and step % self._every == 0)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         step = trainer.global_step
         if self._checkpointer is None or trainer.sanity_checking or step == self._noted_step:
             return
         if self.monitor is None:
-            self._note(step, save=self._every is not None and step % self._every == 0)
+            self._note(trainer, step, save=self._every is not None and step % self._every == 0)
             return
         found = trainer.callback_metrics.get(self.monitor)
         if found is None:
@@ -163,7 +169,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         is_better = best is None or (score < best if self.mode == "min" else score > best)
         if is_better and not math.isnan(score):
             self.best_step, self.best_model_score = step, score
-        self._note(step, save=True, score=score)
+        self._note(trainer, step, save=True, score=score)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         loop = trainer.fit_loop
@@ -194,9 +200,10 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
                 hint=f"asyncckpt.checkpoints.remove_after(path, {step}) removes them; or give another directory",
             )
 
-    def _note(self, step: int, *, save: bool, score: float = math.nan) -> None:
+    def _note(self, trainer: Any, step: int, *, save: bool, score: float = math.nan) -> None:
         assert self._checkpointer is not None
-        self._noted_step = step
+        self._noted_step, self._is_in_step = step, False
+        self._noted = {"rng": RngState().state_dict(), "fit_loop": copy.deepcopy(trainer.fit_loop.state_dict())}
         metadata = None if self.monitor is None else {self.monitor: score}
         self._checkpointer.step(step, save=save, metadata=metadata)
 

@@ -34,10 +34,11 @@ class Pretrained:
     def state_dict(self) -> dict[str, Any]:
         model = self._model
         if not isinstance(model, transformers.PreTrainedModel):
-            return {"class": None, "config": None, "generation_config": None}
+            return {"class": None, "dtype": None, "config": None, "generation_config": None}
         generation = getattr(model, "generation_config", None)
         return {
             "class": type(model).__name__,
+            "dtype": model.dtype,
             "config": model.config.to_json_string(use_diff=False),
             "generation_config": None if generation is None else generation.to_json_string(use_diff=False),
         }
@@ -115,7 +116,10 @@ def _made(values: Mapping[str, Any], model_class: Any) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         what = f"{name!r} is no class of transformers"
         raise UnsupportedError(what, found=repr(kind), hint="give model_class, where the model is your own")
-    model = kind._from_config(kind.config_class.from_dict(json.loads(values["config"])))  # type: ignore[attr-defined]
+    config = kind.config_class.from_dict(json.loads(values["config"]))  # type: ignore[attr-defined]
+    if values.get("dtype") is not None:  # Which the config need not say right.
+        config.dtype = values["dtype"]
+    model = kind._from_config(config)  # type: ignore[attr-defined]
     if values["generation_config"] is not None:
         model.generation_config = transformers.GenerationConfig.from_dict(json.loads(values["generation_config"]))
     return model

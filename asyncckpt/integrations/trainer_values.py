@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from asyncckpt.integrations.needed import needed
 from asyncckpt.trainer_state import RngState
 
@@ -20,6 +22,14 @@ class TrainerValues:
         self._trainer = trainer
         self.text = ""
         self._loss, self._logged_step = 0.0, 0
+        self._noted_loss: Any = None
+
+    def note(self) -> None:
+        """Remember the loss of a step that has ended, for a save by an error in the middle of the next one."""
+        loss = getattr(self._trainer, "_tr_loss", 0.0)
+        self._noted_loss = loss.clone() if isinstance(loss, torch.Tensor) else loss
+        if self._trainer.args.parallel_mode is not transformers.training_args.ParallelMode.DISTRIBUTED:
+            self._trainer.store_flos()  # Else ranks would have to do so together.
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -27,7 +37,10 @@ class TrainerValues:
         trainer.state.stateful_callbacks = _callbacks_states([*trainer.callback_handler.callbacks, trainer.control])
         return {
             "json": json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True),
-            "loss_since_log": float(getattr(trainer, "_tr_loss", 0.0)),  # A load asks before the loop has begun, too.
+            # A load asks before the loop has begun, too.
+            "loss_since_log": float(
+                getattr(trainer, "_tr_loss", 0.0) if self._noted_loss is None else self._noted_loss
+            ),
             "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
         }
 
@@ -52,13 +65,20 @@ def _callbacks_states(callbacks: list[Any]) -> dict[str, Any]:
 
 
 class HeldRng:
-    """The random numbers, loaded with everything else and set when the loop has skipped its batches."""
+    """The random numbers, loaded with everything else and set when the loop has skipped its batches.
+
+    What is saved are those of the last step that has ended: an error may come in the middle of the next one.
+    """
 
     def __init__(self) -> None:
         self._held: Mapping[str, Any] | None = None
+        self._noted: dict[str, Any] | None = None
+
+    def note(self) -> None:
+        self._noted = RngState().state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        return RngState().state_dict()
+        return RngState().state_dict() if self._noted is None else self._noted
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._held = state

@@ -95,8 +95,7 @@ class CheckpointMixin:
         self._open: contextlib.ExitStack | None = None
         self._checkpointer: Checkpointer | None = None
         self._noted_step = self._put_off_step = -1
-        self._trainer_values = TrainerValues(self)
-        self._rng = HeldRng()
+        self._trainer_values, self._rng = TrainerValues(self), HeldRng()
 
     # What users call.
 
@@ -121,6 +120,7 @@ class CheckpointMixin:
         self._check_supported()
         self._resumed = self._find(resume_from_checkpoint)
         self._noted_step = self._put_off_step = -1
+        self._trainer_values, self._rng = TrainerValues(self), HeldRng()
         with contextlib.ExitStack() as self._open:
             self._open.callback(self._forget)
             if self._resumed is None:
@@ -139,9 +139,17 @@ class CheckpointMixin:
 
     # What the loop of transformers calls.
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._noted_step >= 0:
+            what = "training would begin anew with smaller batches, behind steps that are saved"
+            hint = "start it again with smaller batches, and resume; or without auto_find_batch_size"
+            raise UsageError(what, found=f"step {self._noted_step}", hint=hint)
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
-        if self.state.best_global_step:
+        before = -1 if self._resumed is None or self._resumed.directory == self.checkpoint_dir else self._resumed.step
+        if self.state.best_global_step and self.state.best_global_step > before:
             self.state.best_model_checkpoint = str(self.checkpoint_dir)
         self._note(save=True)
 
@@ -177,12 +185,13 @@ class CheckpointMixin:
         self._trainer_values.set_loss()
 
     def _load_best_model(self) -> None:
-        if self.state.best_model_checkpoint != str(self.checkpoint_dir):
+        directory = Path(self.state.best_model_checkpoint)
+        if directory != self.checkpoint_dir and not _steps_in(directory):
             super()._load_best_model()  # type: ignore[misc]
             return
         if self._checkpointer is not None:
             self._checkpointer.save_now()  # The best model must not be taken for the last one.
-        _load(_Resumed(self.checkpoint_dir, self.state.best_global_step), {"model": self.model})
+        _load(_Resumed(directory, self.state.best_global_step), {"model": self.model})
 
     # How it is done.
 
@@ -192,6 +201,8 @@ class CheckpointMixin:
         if not save and self.args.save_strategy == "no":
             return
         checkpointer = self._made_checkpointer()
+        self._rng.note()
+        self._trainer_values.note()
         if step == self._noted_step:
             if save:
                 checkpointer.save_now(metadata=self._metric())

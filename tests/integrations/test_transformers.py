@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import asyncckpt
 from asyncckpt.integrations.transformers import AsyncCheckpoint, export_pretrained
@@ -168,8 +169,6 @@ def test_when_to_save_is_up_to_the_arguments(tmp_path: Path, strategy: str, expe
 
 
 def test_an_interrupted_run_saves_its_last_step(tmp_path: Path) -> None:
-    from transformers import TrainerCallback
-
     class Interrupt(TrainerCallback):
         def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
             if state.global_step == 6:  # type: ignore[attr-defined]
@@ -179,6 +178,75 @@ def test_an_interrupted_run_saves_its_last_step(tmp_path: Path) -> None:
         trainer(tmp_path, callbacks=[Interrupt()]).train()
     assert asyncckpt.list_steps(tmp_path / "checkpoints") == [4, 6]
     assert asyncckpt.Loader(tmp_path / "checkpoints").load().metadata["asyncckpt.half_way"] is False
+
+
+class Raise(TrainerCallback):
+    """Raises once, behind forward and backward of a step."""
+
+    def __init__(self, error: BaseException, step: int) -> None:
+        self._error: BaseException | None = error
+        self._step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self._step and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+@pytest.mark.parametrize("step", [7, 9])
+def test_an_error_in_the_middle_of_a_step_leaves_the_one_before(step: int, tmp_path: Path) -> None:
+    """Its random numbers, and the loss that no log has told: not those of the step that has failed."""
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(ValueError, match="broken"):
+        trainer(tmp_path / "parts", callbacks=[Raise(ValueError("broken"), step)]).train()
+    assert asyncckpt.list_steps(tmp_path / "parts" / "checkpoints")[-1] == step - 1
+    parts = trainer(tmp_path / "parts")
+    parts.train(resume_from_checkpoint=True)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, parts.model.state_dict()[name])
+    for entry, expected in zip(parts.state.log_history[:-1], whole.state.log_history[:-1], strict=True):
+        timed = ("runtime", "per_second")
+        assert {k: v for k, v in entry.items() if not k.endswith(timed)} == {
+            k: v for k, v in expected.items() if not k.endswith(timed)
+        }
+    assert parts.state.total_flos == whole.state.total_flos
+
+
+def test_the_best_step_may_lie_in_the_directory_that_was_resumed_from(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "a", load_best_model_at_end=True, greater_is_better=True, learning_rate=0.3)
+    first.train()
+    best = first.state.best_global_step
+    assert best < 12
+    other = trainer(tmp_path / "b", load_best_model_at_end=True, greater_is_better=True, learning_rate=0.3)
+    other.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-12"))
+    assert other.state.best_global_step == best
+    for name, tensor in asyncckpt.load(first.checkpoint_dir, best)["model"].items():
+        assert torch.equal(tensor, other.model.state_dict()[name])
+
+
+def test_a_run_that_begins_anew_with_smaller_batches_is_ended(tmp_path: Path) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    for step, ends in ((6, True), (1, False)):
+        place = tmp_path / str(step)
+        running = trainer(place, callbacks=[Raise(error, step)], auto_find_batch_size=True)
+        if not ends:  # Nothing was trained yet.
+            running.train()
+            continue
+        with pytest.raises(asyncckpt.UsageError, match="begin anew with smaller batches"):
+            running.train()
+        assert asyncckpt.list_steps(place / "checkpoints") == [4, 5]
+        trainer(place).train(resume_from_checkpoint=True)
+
+
+def test_a_model_of_another_dtype_than_its_config_says_is_exported(tmp_path: Path) -> None:
+    running = trainer(tmp_path, max_steps=4)
+    running.model.config.dtype = torch.bfloat16
+    running.train()
+    assert export_pretrained(running.checkpoint_dir, tmp_path / "out") == 4
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in running.model.state_dict().items():
+        assert torch.equal(tensor, found[name])
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
