@@ -162,7 +162,7 @@ class ObjectPublication:
         while True:
             try:
                 if self._root.store.put_new(key, bytes(self._raw)):
-                    return self._root.note(name)
+                    return
             except CheckpointError as error:
                 if is_under_way:  # Perhaps by a try of ours.
                     raise IOFailedError(error.what, errno=errno.ETIMEDOUT, hint=error.hint) from None

@@ -86,17 +86,21 @@ def _marks(root: ReadRoot) -> list[Mark]:
 
 def _decide(root: WriteRoot, marks: Sequence[Mark], may_go: Callable[[], bool]) -> list[Mark]:
     decided: list[Mark] = []
+    may_come = 0  # Of a request that was not answered: nobody may build upon what it may yet decide.
     try:
         for mark in marks:
             root.manifests.make_empty(mark.name)
         for mark in marks if marks and may_go() else ():
+            may_come = 1 if isinstance(root, StoreRoot) else 0
             root.manifests.move(mark.name, replace(mark, is_decided=True).name)
+            may_come = 0
             decided.append(replace(mark, is_decided=True))
     except IOFailedError as error:
+        may_come = may_come if error.errno == errno.ETIMEDOUT else 0
         if error.errno != errno.ENOENT:
             raise
     finally:
-        for mark in marks[len(decided) :]:
+        for mark in marks[len(decided) + may_come :]:
             root.manifests.remove_file(mark.name)
     return decided
 

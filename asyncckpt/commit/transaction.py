@@ -217,6 +217,7 @@ class Transaction:
         finally:
             self.place.close()
         self._state = "committed"
+        self._root.note(head.file_name)  # Also where the answer to our own request was lost.
         sealed = SealedHead(head=head, digest=written_digest(raw))
         self._commits.heads.add(sealed)
         if self._commits.uploader is not None:

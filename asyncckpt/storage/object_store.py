@@ -141,24 +141,24 @@ class ObjectStore:
     def names(self, folder: str) -> list[str]:
         """Return what is right below a prefix: objects, and prefixes of others."""
         what = "prefix cannot be listed"
-        listed = self._ask(what, folder, lambda: self._api.list_with_delimiter(self._store, self._path(folder)))
+        listed = self._ask_again(what, folder, lambda: self._api.list_with_delimiter(self._store, self._path(folder)))
         paths = [*(found["path"] for found in listed["objects"]), *listed["common_prefixes"]]
         return [path.rpartition("/")[2] for path in paths]
 
     def below(self, folder: str, *, count_max: int | None = None) -> list[Found]:
         """Return the objects below a prefix, however deep; `count_max` of them."""
-        found: list[Found] = []
 
-        def ask() -> None:
+        def ask() -> list[Found]:
+            found: list[Found] = []
             for chunk in self._api.list(self._store, self._path(folder), chunk_size=count_max or LIST_COUNT):
                 for meta in chunk:
                     key = meta["path"].removeprefix(f"{self.url.prefix}/")
                     found.append(Found(key, meta["size"], meta["e_tag"] or ""))
                 if count_max is not None and len(found) >= count_max:
                     break
+            return found[:count_max]
 
-        self._ask("prefix cannot be listed", folder, ask)
-        return found[:count_max]
+        return self._ask_again("prefix cannot be listed", folder, ask)
 
     def put_new(self, key: str, raw: bytes) -> bool:
         """Make an object unless its key is taken; False then. Also where an earlier try of this call has made it.
@@ -222,6 +222,18 @@ class ObjectStore:
 
     def _path(self, key: str) -> str:
         return f"{self.url.prefix}/{key}"
+
+    def _ask_again(self, what: str, key: str, ask: Callable[[], T]) -> T:
+        """Ask, and again where the answer has ended in its middle, which obstore leaves to us."""
+        until, pause_s = time.monotonic() + self._limits.retry_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return self._ask(what, key, ask)
+            except CheckpointError as error:
+                if not is_timeout(error) or time.monotonic() + pause_s > until:
+                    raise
+            time.sleep(pause_s)
+            pause_s *= 2
 
     def _ask(self, what: str, key: str, ask: Callable[[], T]) -> T:
         """Ask the store, and wrap what obstore raises, without its text: an answer may hold a key or a token."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable
 from typing import Any
 
-from asyncckpt.errors import CorruptError, IOFailedError, NotFoundError
+from asyncckpt.errors import CorruptError, NotFoundError
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 
@@ -81,9 +80,9 @@ class StoreFolder:
     # -- of writers ----------------------------------------------------------------------------------------------------
 
     def make_empty(self, name: str) -> None:
-        """Make an object without bytes that must be new. IOFailedError with EEXIST."""
-        if not self.store.put_new(self.key(name), b""):
-            raise IOFailedError(f"object {str(self.path / name)!r} exists already", errno=errno.EEXIST)
+        """Make an object without bytes. One that is there already is as good: an earlier try of this call has made it,
+        where its name holds a random id; nobody else asks for more than that it is there."""
+        self.store.put_new(self.key(name), b"")
 
     def move(self, source: str, target: str) -> None:
         """Give an empty object another name, by two requests: others may see both meanwhile."""

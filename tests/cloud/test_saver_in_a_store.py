@@ -18,6 +18,7 @@ import asyncckpt
 import asyncckpt.checkpoints
 from asyncckpt.commit.discover import read_head
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.load import run_load
 from asyncckpt.engine.ranks import open_directory
 from asyncckpt.engine.upload.upload_attempt import upload_attempt
 from asyncckpt.filters import WriteBlock
@@ -29,7 +30,7 @@ from asyncckpt.staging.pool import pool
 from asyncckpt.storage import object_store
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, Request, first
 
 PART_BYTES = 5 << 20  # The least that S3 takes.
 FILE_BYTES = 8 << 20
@@ -182,6 +183,57 @@ def test_what_others_have_saved_or_removed_is_seen_by_the_next_call(owner: seawe
         with pytest.raises(asyncckpt.ConflictError, match="step 7 exists already"):
             saver.save_async(7).result()
         assert saver.save().step == 8
+
+
+@pytest.mark.parametrize("name", ["500 after success", "silent after success"])
+def test_a_save_whose_answer_was_lost_is_remembered(proxy: FaultProxy, url: str, name: str) -> None:
+    with asyncckpt.Saver(path=url, tensors=state(1)) as saver:
+        saver.save()
+        proxy.fault = first("put", [FAULTS[name]], where="/manifests/")
+        assert saver.save().step == 1
+        assert saver.save().step == 2
+    assert asyncckpt.list_steps(url) == [0, 1, 2]
+
+
+def test_marks_of_a_removal_whose_answers_are_lost(proxy: FaultProxy, url: str) -> None:
+    for step in range(2):
+        asyncckpt.save(url, state(step), step=step)
+    proxy.fault = first("put", [FAULTS["500 after success"]] * 2, where="/manifests/.")
+    assert asyncckpt.checkpoints.remove(url, [0]) is not None
+    assert asyncckpt.list_steps(url) == [1]
+    assert not [key for key in objects(url, "manifests") if "/." in key and "probe" not in key]
+
+
+def test_nobody_builds_upon_what_a_late_request_may_remove(proxy: FaultProxy, url: str) -> None:
+    """The decision to remove a step was not answered: it may come yet, and whoever opens the directory completes it."""
+    asyncckpt.save(url, state(0), step=0)
+    asyncckpt.save(url, state(0), step=1)
+    proxy.fault = first("put", [Fault(answer=(403, "AccessDenied")), FAULTS["silent"]], where="/manifests/.d-")
+    with pytest.raises(asyncckpt.IOFailedError):
+        asyncckpt.checkpoints.remove(url, [0])
+    proxy.fault = lambda request: None
+    assert [key for key in objects(url, "manifests") if "/.r-" in key]
+    asyncckpt.checkpoints.remove(url, [0])
+    assert not [key for key in objects(url, "manifests") if "/." in key and "probe" not in key]
+
+
+def test_a_load_of_the_newest_goes_on_where_retention_removes_it(
+    owner: seaweed.Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        asyncckpt.save(url, state(step), step=step)
+    real, store = run_load.load_open, ObjectStore(StoreUrl.of(url))
+
+    def load_open(*arguments: Any) -> Any:
+        for key in [key for folder in ("manifests", "data") for key in objects(url, folder)]:
+            if f"{2:012}" in key:
+                store.remove(key)
+        return real(*arguments)
+
+    monkeypatch.setattr(run_load, "load_open", load_open)
+    target = state(0)
+    assert asyncckpt.Loader(url, tensors=target).load().step == 1
+    assert is_equal(target, 1)
 
 
 def test_no_call_of_the_loop_asks_the_store(owner: seaweed.Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

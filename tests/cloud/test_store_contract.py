@@ -122,6 +122,17 @@ def test_a_body_that_breaks_off_is_read_on(proxy: FaultProxy, url: str) -> None:
     assert faults.left == {"get": []}
 
 
+@pytest.mark.parametrize("where", ["names", "below"])
+def test_a_listing_that_breaks_off_is_asked_for_again(proxy: FaultProxy, url: str, where: str) -> None:
+    store = open_store(url)
+    for number in range(3):
+        store.put_new(f"data/{number}", b"1")
+    proxy.fault = faults = once("list", Fault(cut_down=100))
+    found = store.names("data") if where == "names" else [item.key[5:] for item in store.below("data")]
+    assert sorted(found) == ["0", "1", "2"]
+    assert faults.left == {"list": []}
+
+
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_silent_store_ends_a_request_within_its_deadline(proxy: FaultProxy, url: str, is_done: bool) -> None:
     store = open_store(url, StoreLimits(request_s=0.5, retry_s=1.0, retries_max=1))

@@ -381,6 +381,73 @@ def test_a_step_that_was_removed_is_not_asked_for_again(proxy: FaultProxy, url: 
     assert marks(tmp_path / "ckpt") == []
 
 
+def test_a_step_that_was_removed_does_not_hold_up_those_that_are_left(
+    proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
+    saver, _ = open_saver(tmp_path / "ckpt", options(url))
+    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    for step in range(4):
+        saver.save(step)
+    with pytest.raises(asyncckpt.IOFailedError):
+        saver.wait_idle()
+    asyncckpt.checkpoints.remove(tmp_path / "ckpt", [1])
+    proxy.fault = lambda request: None
+    saver.save_async(4).wait_uploaded()
+    saver.close()
+    assert asyncckpt.list_steps(url) == [0, 2, 3, 4]
+    assert marks(tmp_path / "ckpt") == []
+
+
+@pytest.mark.parametrize("how", ["removed", "being removed"])
+def test_what_an_upload_builds_upon_may_be_removed_meanwhile(
+    proxy: FaultProxy, url: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prune of the store cannot see what will need a step before its manifest is there."""
+    table = asyncckpt.HashTable("t", 2)
+    table.insert(torch.arange(9), torch.zeros(9, 2))
+    left, store = [Fault(answer=(403, "AccessDenied"))], ObjectStore(StoreUrl.of(url))
+
+    def upload(root: Any, to: ObjectStore, name: str, wanted: Any) -> bool:
+        is_new = real(root, to, name, wanted)
+        if "000000000001" in name and is_new and left:
+            left.clear()
+            if how == "removed":
+                remove_all(store, 0)
+            else:
+                store.put_new(f"manifests/.r-{'0' * 32}-{folder_of(store, 0)}", b"")
+        return is_new
+
+    with asyncckpt.Saver(
+        path=tmp_path / "ckpt", tensors={}, hashtables={"t": table}, upload=options(url), deltas=asyncckpt.DeltaPolicy()
+    ) as saver:
+        saver.save_async(0).wait_uploaded()
+        table.insert(torch.arange(9, 12), torch.ones(3, 2))
+        real = upload_attempt._upload
+        monkeypatch.setattr(upload_attempt, "_upload", upload)
+        future = saver.save_async(1)
+        if how == "being removed":
+            with pytest.raises(asyncckpt.DeadlineError):
+                future.wait_uploaded(2)
+            assert marks(tmp_path / "ckpt") == [1]
+            [mark] = [name for name in store.names("manifests") if name.startswith(".r-")]
+            store.remove(f"manifests/{mark}")
+        future.wait_uploaded(60)
+        assert left == []
+    assert asyncckpt.Loader(url, {"t": asyncckpt.HashTable("t", 2)}).load().step == 1
+    assert marks(tmp_path / "ckpt") == []
+
+
+def folder_of(store: ObjectStore, step: int) -> str:
+    return next(name for name in store.names("data") if name.startswith(f"{step:012}"))
+
+
+def remove_all(store: ObjectStore, step: int) -> None:
+    """What a removal by another process does."""
+    for found in (*store.below(f"data/{folder_of(store, step)}"), *store.below("manifests")):
+        if "data/" in found.key or f"{step:012}" in found.key:
+            store.remove(found.key)
+
+
 def test_ranks_that_save_in_turn_are_refused(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
     ranks = asyncckpt.RankOptions(in_turn=True)
     with pytest.raises(asyncckpt.UnsupportedError, match="in turn"):

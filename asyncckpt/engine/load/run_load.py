@@ -20,7 +20,7 @@ import torch
 from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, mark_verified, newest_step
-from asyncckpt.commit.root import ReadRoot
+from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
@@ -97,7 +97,10 @@ def run_load(
     while True:
         begun = time.perf_counter()
         try:
-            report = load_open(root, request, look_again(root, look), on_read)
+            if isinstance(root, StoreRoot) and request.step is None:  # There, what is open does not stay readable.
+                report = look_again(root, lambda: load_open(root, request, look(), on_read))
+            else:
+                report = load_open(root, request, look_again(root, look), on_read)
         except (CorruptError, NotFoundError) as error:
             if step is None or step in passed_over or not request.fallback:
                 raise

@@ -12,14 +12,15 @@
 6. Put the manifest, unless its key is taken: the commit. The key of another writer's checkpoint is a ConflictError;
    where an answer is lost, what is there says whether it was ours.
 7. Look at the files again: someone may have removed them meanwhile.
-8. Remove the upload mark.
+8. Look again at what it builds upon: whoever removes something there sees what needs it by its manifest alone.
+9. Remove the upload mark.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from asyncckpt.commit.upload_marks import unmark_upload
 from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, SealedHead
-from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR, Attempt, compacted_manifest_name, manifest_name
+from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR, Attempt, Mark, compacted_manifest_name, manifest_name
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.native import U8, Digester, Progress, Reads, ShortFile, core
@@ -76,7 +77,20 @@ def _upload_with_base(root: CheckpointRoot, store: ObjectStore, attempt: Attempt
     below = chain_below(newest.head, heads.of_step)
     for sealed in (*reversed(below), newest):
         _upload(root, store, sealed.head.file_name, options)
+    while below and _go_on_below(root, store, below, options):
+        pass
     unmark_upload(root, attempt)
+
+
+def _go_on_below(root: CheckpointRoot, store: ObjectStore, below: Sequence[SealedHead], options: UploadOptions) -> bool:
+    """Upload what was removed from the store before anybody could see there what builds upon it; return whether
+    anything was. IOFailedError, after which the upload is tried again, while something of it is being removed."""
+    going = {mark.folder for name in store.names(MANIFESTS_DIR) if (mark := Mark.of(name)) is not None}
+    for sealed in below:
+        if sealed.head.folder_name in going:
+            what = f"step {sealed.head.step} is being removed from {str(store.url)!r}, and newer steps build upon it"
+            raise IOFailedError(what, errno=errno.ETIMEDOUT, hint=f"if nobody does so any more: rm {sealed.head.step}")
+    return any([_upload(root, store, sealed.head.file_name, options) for sealed in reversed(below)])
 
 
 def _find(heads: KnownHeads, attempt: Attempt) -> SealedHead | None:
@@ -88,13 +102,14 @@ def _find(heads: KnownHeads, attempt: Attempt) -> SealedHead | None:
     return None
 
 
-def _upload(root: CheckpointRoot, store: ObjectStore, name: str, options: UploadOptions) -> None:
+def _upload(root: CheckpointRoot, store: ObjectStore, name: str, options: UploadOptions) -> bool:
+    """Upload one attempt; return False if it is there."""
     raw = root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
     key = f"{MANIFESTS_DIR}/{name}"
     is_published = _is_there(store, key, raw)
     missing = _missing_of(store, decode_head(raw, name).head)
     if is_published and not missing:
-        return
+        return False
     manifest = decode_manifest(raw, name)
     with contextlib.closing(OpenFiles(root.data, manifest, wanted=missing)) as files:
         blocks = blocks_by_file(manifest)
@@ -108,6 +123,7 @@ def _upload(root: CheckpointRoot, store: ObjectStore, name: str, options: Upload
         _check_other_name(store, manifest)
         _publish(store, key, raw)
         _check_files(store, manifest)
+    return True
 
 
 def _publish(store: ObjectStore, key: str, raw: bytes) -> None:

@@ -179,7 +179,7 @@ class Uploads:
             try:
                 self._upload(attempt, until)
             except BaseException as error:
-                goes_well = False
+                goes_well = goes_well and isinstance(error, AttemptGoneError)  # Of which the store knows nothing.
                 self._fail(attempt, as_checkpoint_error(error, attempt.step))
             else:
                 goes_well = True
