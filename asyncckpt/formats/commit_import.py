@@ -43,6 +43,7 @@ from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.object_store import NoBucketError
 from asyncckpt.storage.written_chunks import WrittenChunks
 
 
@@ -135,6 +136,8 @@ def check_step_is_free(path: Place, step: int | None) -> None:
         with open_root(path) as root:
             if step is not None and is_committed(root, step):
                 raise step_exists(root, step)
+    except NoBucketError:
+        raise
     except NotFoundError:
         return
 

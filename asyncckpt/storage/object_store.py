@@ -80,6 +80,10 @@ class Found:
     tag: str
 
 
+class NoBucketError(NotFoundError):
+    """There is no such bucket, or it is elsewhere: nothing will come to be at this URL."""
+
+
 class ObjectStore:
     """A client of one bucket; keys are relative to the URL. Any thread may use it."""
 
@@ -295,7 +299,7 @@ def refused(what: str, error: BaseException) -> CheckpointError:
         return UnsupportedError(f"{what}: the store does not support this request: {reason}")
     number, hint = _REFUSALS.get(code or "") or _OF_STATUS.get(status or 0) or (0, None)
     if number == errno.ENOENT:
-        return NotFoundError(f"{what}: the store refused: {reason} ({hint})")
+        return NoBucketError(f"{what}: the store refused: {reason} ({hint})")
     if number:
         return IOFailedError(f"{what}: the store refused: {reason}", errno=number, hint=hint)
     if status is not None and status < 500 and status not in (408, 409, 429):

@@ -34,6 +34,8 @@ class Request:
     @property
     def kind(self) -> str:
         """What it asks for, in the words of S3."""
+        if self.method == "POST" and "delete" in self.query:
+            return "delete"  # Of many objects.
         if self.method == "POST":
             return "begin upload" if "uploads" in self.query else "complete upload"
         if self.method == "PUT":

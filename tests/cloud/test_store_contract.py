@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from asyncckpt.engine.follow.table_update import find_update
 from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError, UsageError
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.program import invoke
 
 PART_BYTES = 5 << 20
 LIMITS = StoreLimits(request_s=2.0, retry_s=4.0, retries_max=2)
@@ -172,6 +176,16 @@ def test_a_refusal_says_what_to_do(proxy: FaultProxy, url: str, status: int, cod
 def test_a_bucket_that_is_not_there_is_named(owner: seaweed.Server) -> None:
     with pytest.raises(NotFoundError, match="NoSuchBucket"):
         open_store("s3://no-such-bucket/run").put_new("manifests/1", b"1")
+
+
+def test_nobody_waits_for_a_bucket_that_is_not_there(owner: seaweed.Server, tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(1)}, tmp_path / "x.pt")
+    for more in ([], ["--dry-run"]):
+        done = invoke("import", "torch", tmp_path / "x.pt", "s3://nowhere/run", *more)
+        assert done.exit_code == 3
+        assert "NoSuchBucket" in done.stderr
+    with pytest.raises(NotFoundError, match="NoSuchBucket"):
+        find_update(StoreUrl.of("s3://nowhere/run"), None)
 
 
 @pytest.mark.parametrize("wrong", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])

@@ -41,6 +41,7 @@ from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.layer_rows import IdsReader
+from asyncckpt.storage.object_store import NoBucketError
 
 
 @runtime_checkable
@@ -77,6 +78,8 @@ def find_update(path: Place, seen: SeenStep | None) -> OpenUpdate | None:
     """
     try:
         root = open_root(path)
+    except NoBucketError:
+        raise
     except NotFoundError:
         return None
     with root:
