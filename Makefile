@@ -30,7 +30,7 @@ TWIN_FAULTS = tests/faults tests/end_to_end/test_without_locks.py tests/ranks/te
 CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/cloud/test_uploads_killed.py \
 	tests/cloud/test_uploads_of_ranks.py tests/cloud/test_exports.py tests/cloud/test_saver_in_a_store.py \
 	tests/cloud/test_saves_disturbed.py tests/cloud/test_savers_killed.py tests/cloud/test_ranks_in_a_store.py \
-	tests/cloud/test_lagging_lists.py tests/cloud/test_store_programs.py tests/cloud/test_compactions.py \
+	tests/cloud/test_removals_in_a_store.py tests/cloud/test_lagging_lists.py tests/cloud/test_store_programs.py tests/cloud/test_compactions.py \
 	tests/cloud/test_dcp_in_a_store.py tests/cloud/test_strategies_in_a_store.py \
 	tests/cloud/test_ranks_in_turn_in_a_store.py tests/cloud/test_embcache_in_a_store.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%)

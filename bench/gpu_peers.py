@@ -55,7 +55,7 @@ class TorchSave:
 class Dcp:
     """dcp.async_save in a thread. The training goes on when the state is staged, for it changes it.
 
-    make_stager, where torch closes the stager behind a save, as older ones do.
+    is_closed: torch closes the stager behind each save, as older ones do, so the next one needs a new one.
     """
 
     def __init__(

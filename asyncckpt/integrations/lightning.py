@@ -115,8 +115,9 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint[_METRICS] = dict(trainer.callback_metrics)
-        if self._is_in_step and self._noted is not None and trainer.global_step == self._noted_step:
-            checkpoint["loops"]["fit_loop"] = self._noted["fit_loop"]  # Else the batch of an error would be left out.
+        fit_loop = None if self._noted is None or not self._is_in_step else self._noted["fit_loop"]
+        if fit_loop is not None and trainer.global_step == self._noted_step:
+            checkpoint["loops"]["fit_loop"] = fit_loop  # Else the batch of an error would be left out.
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
@@ -203,7 +204,11 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
     def _note(self, trainer: Any, step: int, *, save: bool, score: float = math.nan) -> None:
         assert self._checkpointer is not None
         self._noted_step, self._is_in_step = step, False
-        self._noted = {"rng": RngState().state_dict(), "fit_loop": copy.deepcopy(trainer.fit_loop.state_dict())}
+        loop = trainer.fit_loop
+        # What other loaders have to say of their positions may take longer than a step.
+        is_short = all(isinstance(loader, Batches) for loader in filter(_has_position, loop._combined_loader.flattened))
+        fit_loop = copy.deepcopy(loop.state_dict()) if is_short else None
+        self._noted = {"rng": RngState().state_dict(), "fit_loop": fit_loop}
         metadata = None if self.monitor is None else {self.monitor: score}
         self._checkpointer.step(step, save=save, metadata=metadata)
 

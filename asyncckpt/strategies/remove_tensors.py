@@ -25,6 +25,7 @@ from asyncckpt.engine.process.background import background, check_may_wait, resu
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import IncompatibleError, UsageError, warn
+from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain, Manifest
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import VALUE, Node, leaves, tensor_paths
@@ -100,9 +101,15 @@ def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
 
 
 def _blocks(manifest: Manifest, places: dict[TreePath, int]) -> list[BlockCopy]:
-    """Return the blocks of the leaves that have a place; a leaf that was tied to another one gets blocks of its own."""
+    """Return the blocks of the leaves that have a place; a leaf that was tied to another one gets blocks of its own.
+
+    UnsupportedError for a dtype that this version does not know.
+    """
     blocks = []
-    for item in stored_dense(manifest)[0].values():
+    dense, unreadable = stored_dense(manifest)
+    for name, dtype in unreadable.items():
+        dtype_by_name(dtype, owner=name)
+    for item in dense.values():
         if item.path in places:
             for number in item.blocks:
                 spec = replace(manifest.blocks[number].placed.spec, name=item.name, leaf=places[item.path])

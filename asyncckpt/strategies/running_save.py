@@ -89,11 +89,12 @@ class RunningSave:
                     saver.close()
 
     def error(self) -> Exception | None:
-        """Return what the save has failed with, if it has ended; for a queue, which asks before it waits for ranks."""
+        """Return what `result` would raise, if the save has ended; for a queue, which asks before it waits for ranks."""
         if self._future is None or not self._future.done():
             return None
         try:
-            self._future.result(0)
+            with self._errors():
+                self._future.result(0)
         except Exception as error:
             return error
         return None

@@ -195,28 +195,6 @@ def test_a_save_whose_answer_was_lost_is_remembered(proxy: FaultProxy, url: str,
     assert asyncckpt.list_steps(url) == [0, 1, 2]
 
 
-def test_marks_of_a_removal_whose_answers_are_lost(proxy: FaultProxy, url: str) -> None:
-    for step in range(2):
-        asyncckpt.save(url, state(step), step=step)
-    proxy.fault = first("put", [FAULTS["500 after success"]] * 2, where="/manifests/.")
-    assert asyncckpt.checkpoints.remove(url, [0]) is not None
-    assert asyncckpt.list_steps(url) == [1]
-    assert not [key for key in objects(url, "manifests") if "/." in key and "probe" not in key]
-
-
-def test_nobody_builds_upon_what_a_late_request_may_remove(proxy: FaultProxy, url: str) -> None:
-    """The decision to remove a step was not answered: it may come yet, and whoever opens the directory completes it."""
-    asyncckpt.save(url, state(0), step=0)
-    asyncckpt.save(url, state(0), step=1)
-    proxy.fault = first("put", [Fault(answer=(403, "AccessDenied")), FAULTS["silent"]], where="/manifests/.d-")
-    with pytest.raises(asyncckpt.IOFailedError):
-        asyncckpt.checkpoints.remove(url, [0])
-    proxy.fault = lambda request: None
-    assert [key for key in objects(url, "manifests") if "/.r-" in key]
-    asyncckpt.checkpoints.remove(url, [0])
-    assert not [key for key in objects(url, "manifests") if "/." in key and "probe" not in key]
-
-
 def test_a_load_of_the_newest_goes_on_where_retention_removes_it(
     owner: seaweed.Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,34 +211,6 @@ def test_accumulated_gradients_count_optimizer_steps(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(tmp_path) == [2, 4, 6, 8, 10]
 
 
-@pytest.mark.parametrize(("batch", "accumulated"), [(6, 1), (9, 1), (10, 1), (7, 2), (8, 2), (13, 4)])
-def test_an_error_in_the_middle_of_a_step_leaves_the_one_before(batch: int, accumulated: int, tmp_path: Path) -> None:
-    """Its random numbers, and its place among the batches: the batch that has failed is trained on again."""
-
-    class Broken(Model):
-        def training_step(self, *given: Any) -> torch.Tensor:
-            loss = super().training_step(*given)
-            self.seen = getattr(self, "seen", 0) + 1
-            if self.seen == batch + 1:
-                raise ValueError("broken")
-            return loss
-
-    def fitted(place: Path, model: Model) -> Model:
-        saved = AsyncCheckpoint(place, every_n_train_steps=100)
-        trainer(place, saved, accumulate_grad_batches=accumulated).fit(model, batches())
-        return model
-
-    whole = fitted(tmp_path / "whole", Model())
-    with pytest.raises(ValueError, match="broken"):
-        fitted(tmp_path / "parts", Broken())
-    epoch, at = divmod(batch, 10)
-    assert asyncckpt.list_steps(tmp_path / "parts") == [epoch * -(-10 // accumulated) + at // accumulated]
-    parts = fitted(tmp_path / "parts", Model())
-    assert parts.trainer.global_step == whole.trainer.global_step
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, parts.state_dict()[name])
-
-
 class _Gate:
     """Holds saves back in the background, until it is opened."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -180,39 +179,6 @@ def test_an_interrupted_run_saves_its_last_step(tmp_path: Path) -> None:
     assert asyncckpt.Loader(tmp_path / "checkpoints").load().metadata["asyncckpt.half_way"] is False
 
 
-class Raise(TrainerCallback):
-    """Raises once, behind forward and backward of a step."""
-
-    def __init__(self, error: BaseException, step: int) -> None:
-        self._error: BaseException | None = error
-        self._step = step
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step + 1 == self._step and self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-
-@pytest.mark.parametrize("step", [7, 9])
-def test_an_error_in_the_middle_of_a_step_leaves_the_one_before(step: int, tmp_path: Path) -> None:
-    """Its random numbers, and the loss that no log has told: not those of the step that has failed."""
-    whole = trainer(tmp_path / "whole")
-    whole.train()
-    with pytest.raises(ValueError, match="broken"):
-        trainer(tmp_path / "parts", callbacks=[Raise(ValueError("broken"), step)]).train()
-    assert asyncckpt.list_steps(tmp_path / "parts" / "checkpoints")[-1] == step - 1
-    parts = trainer(tmp_path / "parts")
-    parts.train(resume_from_checkpoint=True)
-    for name, tensor in whole.model.state_dict().items():
-        assert torch.equal(tensor, parts.model.state_dict()[name])
-    for entry, expected in zip(parts.state.log_history[:-1], whole.state.log_history[:-1], strict=True):
-        timed = ("runtime", "per_second")
-        assert {k: v for k, v in entry.items() if not k.endswith(timed)} == {
-            k: v for k, v in expected.items() if not k.endswith(timed)
-        }
-    assert parts.state.total_flos == whole.state.total_flos
-
-
 def test_the_best_step_may_lie_in_the_directory_that_was_resumed_from(tmp_path: Path) -> None:
     first = trainer(tmp_path / "a", load_best_model_at_end=True, greater_is_better=True, learning_rate=0.3)
     first.train()
@@ -223,20 +189,6 @@ def test_the_best_step_may_lie_in_the_directory_that_was_resumed_from(tmp_path: 
     assert other.state.best_global_step == best
     for name, tensor in asyncckpt.load(first.checkpoint_dir, best)["model"].items():
         assert torch.equal(tensor, other.model.state_dict()[name])
-
-
-def test_a_run_that_begins_anew_with_smaller_batches_is_ended(tmp_path: Path) -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory.")
-    for step, ends in ((6, True), (1, False)):
-        place = tmp_path / str(step)
-        running = trainer(place, callbacks=[Raise(error, step)], auto_find_batch_size=True)
-        if not ends:  # Nothing was trained yet.
-            running.train()
-            continue
-        with pytest.raises(asyncckpt.UsageError, match="begin anew with smaller batches"):
-            running.train()
-        assert asyncckpt.list_steps(place / "checkpoints") == [4, 5]
-        trainer(place).train(resume_from_checkpoint=True)
 
 
 def test_a_model_of_another_dtype_than_its_config_says_is_exported(tmp_path: Path) -> None:

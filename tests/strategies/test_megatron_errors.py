@@ -96,6 +96,7 @@ def test_a_request_that_failed_raises_both(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match="no") as failed:
         running.result()
     assert isinstance(failed.value, UsageError)
+    assert isinstance(running.error(), CheckpointingException)
     with pytest.raises(CheckpointingException, match="another process"):
         pickle.loads(pickle.dumps(running))()
 

@@ -18,7 +18,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.commit.claims import claims
-from asyncckpt.errors import ConflictError, IncompatibleError, NotFoundError, UsageError
+from asyncckpt.errors import ConflictError, IncompatibleError, NotFoundError, UnsupportedError, UsageError
 from asyncckpt.strategies import ShardedLoad, ShardedSave, remove_tensors
 from asyncckpt.strategies.mapping import ShardedObject, ShardedTensor
 
@@ -161,6 +161,25 @@ def test_a_damaged_block_is_not_copied(tmp_path: Path) -> None:
     with pytest.raises(asyncckpt.CorruptError, match=r"model\.w"):
         LOAD.remove_sharded_tensors(tmp_path, "optimizer.")
     assert asyncckpt.list_steps(tmp_path / "sharded") == [0]
+
+
+def test_a_dtype_of_a_newer_version_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SAVE.save(state(), tmp_path)
+    read = remove_tensors.read_manifest
+
+    def newer(*where: Any) -> Any:
+        manifest = read(*where)
+        [part] = manifest.parts
+        block = part.blocks[0]
+        spec = replace(block.placed.spec, dtype="float7", stored_dtype="")
+        blocks = (replace(block, placed=replace(block.placed, spec=spec)), *part.blocks[1:])
+        return replace(manifest, parts=(replace(part, blocks=blocks),))
+
+    before = files(tmp_path)
+    monkeypatch.setattr(remove_tensors, "read_manifest", newer)
+    with pytest.raises(UnsupportedError, match="float7"):
+        LOAD.remove_sharded_tensors(tmp_path, "optimizer")
+    assert files(tmp_path) == before
 
 
 def test_what_is_no_checkpoint_of_a_strategy_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""An error in the middle of a step leaves the step before, whose trainer goes on from it as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import asyncckpt
+from asyncckpt.integrations.lightning import AsyncCheckpoint
+from tests.integrations import lightning_job, transformers_job
+from tests.integrations.lightning_job import Model, batches
+
+
+class Raise(TrainerCallback):
+    """Raises once, behind forward and backward of a step."""
+
+    def __init__(self, error: BaseException, step: int) -> None:
+        self._error: BaseException | None = error
+        self._step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self._step and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+@pytest.mark.parametrize("step", [7, 9])
+def test_transformers(step: int, tmp_path: Path) -> None:
+    """Its random numbers, and the loss that no log has told: not those of the step that has failed."""
+    whole = transformers_job.trainer(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(ValueError, match="broken"):
+        transformers_job.trainer(tmp_path / "parts", callbacks=[Raise(ValueError("broken"), step)]).train()
+    assert asyncckpt.list_steps(tmp_path / "parts" / "checkpoints")[-1] == step - 1
+    parts = transformers_job.trainer(tmp_path / "parts")
+    parts.train(resume_from_checkpoint=True)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, parts.model.state_dict()[name])
+    for entry, expected in zip(parts.state.log_history[:-1], whole.state.log_history[:-1], strict=True):
+        timed = ("runtime", "per_second")
+        assert {k: v for k, v in entry.items() if not k.endswith(timed)} == {
+            k: v for k, v in expected.items() if not k.endswith(timed)
+        }
+    assert parts.state.total_flos == whole.state.total_flos
+
+
+@pytest.mark.parametrize(("batch", "accumulated"), [(6, 1), (9, 1), (10, 1), (7, 2), (8, 2), (13, 4)])
+def test_lightning(batch: int, accumulated: int, tmp_path: Path) -> None:
+    """Its random numbers, and its place among the batches: the batch that has failed is trained on again."""
+
+    class Broken(Model):
+        def training_step(self, *given: Any) -> torch.Tensor:
+            loss = super().training_step(*given)
+            self.seen = getattr(self, "seen", 0) + 1
+            if self.seen == batch + 1:
+                raise ValueError("broken")
+            return loss
+
+    def fitted(place: Path, model: Model) -> Model:
+        saved = AsyncCheckpoint(place, every_n_train_steps=100)
+        lightning_job.trainer(place, saved, accumulate_grad_batches=accumulated).fit(model, batches())
+        return model
+
+    whole = fitted(tmp_path / "whole", Model())
+    with pytest.raises(ValueError, match="broken"):
+        fitted(tmp_path / "parts", Broken())
+    epoch, at = divmod(batch, 10)
+    assert asyncckpt.list_steps(tmp_path / "parts") == [epoch * -(-10 // accumulated) + at // accumulated]
+    parts = fitted(tmp_path / "parts", Model())
+    assert parts.trainer.global_step == whole.trainer.global_step
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, parts.state_dict()[name])
+
+
+def test_a_run_that_begins_anew_with_smaller_batches_is_ended(tmp_path: Path) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    for step, ends in ((6, True), (1, False)):
+        place = tmp_path / str(step)
+        running = transformers_job.trainer(place, callbacks=[Raise(error, step)], auto_find_batch_size=True)
+        if not ends:  # Nothing was trained yet.
+            running.train()
+            continue
+        with pytest.raises(asyncckpt.UsageError, match="begin anew with smaller batches"):
+            running.train()
+        assert asyncckpt.list_steps(place / "checkpoints") == [4, 5]
+        transformers_job.trainer(place).train(resume_from_checkpoint=True)
