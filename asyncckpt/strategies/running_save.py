@@ -89,7 +89,7 @@ class RunningSave:
                     saver.close()
 
     def error(self) -> Exception | None:
-        """Return what `result` would raise, if the save has ended; for a queue, which asks before it waits for ranks."""
+        """Return what `result` would raise, if the save has ended: a queue asks before it waits for other ranks."""
         if self._future is None or not self._future.done():
             return None
         try:
