@@ -1,4 +1,6 @@
-"""Steps of a store are removed while answers are lost, or while something is uploaded that builds upon them."""
+"""Steps of a store are removed while answers are lost, while something is uploaded that builds
+upon them, or while they are loaded.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ import torch
 
 import asyncckpt
 import asyncckpt.checkpoints
+from asyncckpt.engine.load import run_load
 from asyncckpt.engine.upload import upload_attempt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
+from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, first
-from tests.cloud.test_saver_in_a_store import objects, state
+from tests.cloud.test_saver_in_a_store import is_equal, objects, state
 from tests.cloud.test_uploads import marks, open_saver, options, small_parts
 
 __all__ = ["small_parts"]
@@ -107,3 +111,35 @@ def remove_all(store: ObjectStore, step: int) -> None:
     for found in (*store.below(f"data/{folder_of(store, step)}"), *store.below("manifests")):
         if "data/" in found.key or f"{step:012}" in found.key:
             store.remove(found.key)
+
+
+def lose_the_newest(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save two steps, of which the newer one is removed when a load has opened it."""
+    for step in (1, 2):
+        asyncckpt.save(url, state(step), step=step)
+    real, store = run_load.load_open, ObjectStore(StoreUrl.of(url))
+
+    def load_open(*arguments: Any) -> Any:
+        for key in [key for folder in ("manifests", "data") for key in objects(url, folder)]:
+            if f"{2:012}" in key:
+                store.remove(key)
+        return real(*arguments)
+
+    monkeypatch.setattr(run_load, "load_open", load_open)
+
+
+def test_a_load_of_the_newest_goes_on_where_retention_removes_it(
+    owner: seaweed.Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_the_newest(url, monkeypatch)
+    target = state(0)
+    assert asyncckpt.Loader(url, tensors=target).load().step == 1
+    assert is_equal(target, 1)
+
+
+def test_a_load_that_is_not_strict_mixes_no_two_steps(
+    owner: seaweed.Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_the_newest(url, monkeypatch)
+    with pytest.raises(asyncckpt.NotFoundError):
+        asyncckpt.Loader(url, tensors=state(0), strict=False).load()

@@ -18,7 +18,6 @@ import asyncckpt
 import asyncckpt.checkpoints
 from asyncckpt.commit.discover import read_head
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.load import run_load
 from asyncckpt.engine.ranks import open_directory
 from asyncckpt.engine.upload.upload_attempt import upload_attempt
 from asyncckpt.filters import WriteBlock
@@ -193,25 +192,6 @@ def test_a_save_whose_answer_was_lost_is_remembered(proxy: FaultProxy, url: str,
         assert saver.save().step == 1
         assert saver.save().step == 2
     assert asyncckpt.list_steps(url) == [0, 1, 2]
-
-
-def test_a_load_of_the_newest_goes_on_where_retention_removes_it(
-    owner: seaweed.Server, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (1, 2):
-        asyncckpt.save(url, state(step), step=step)
-    real, store = run_load.load_open, ObjectStore(StoreUrl.of(url))
-
-    def load_open(*arguments: Any) -> Any:
-        for key in [key for folder in ("manifests", "data") for key in objects(url, folder)]:
-            if f"{2:012}" in key:
-                store.remove(key)
-        return real(*arguments)
-
-    monkeypatch.setattr(run_load, "load_open", load_open)
-    target = state(0)
-    assert asyncckpt.Loader(url, tensors=target).load().step == 1
-    assert is_equal(target, 1)
 
 
 def test_no_call_of_the_loop_asks_the_store(owner: seaweed.Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

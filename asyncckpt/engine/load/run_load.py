@@ -97,7 +97,8 @@ def run_load(
     while True:
         begun = time.perf_counter()
         try:
-            if isinstance(root, StoreRoot) and request.step is None:  # There, what is open does not stay readable.
+            if isinstance(root, StoreRoot) and request.step is None and request.strict:
+                # There, what is open does not stay readable. Not strict, two steps could be mixed in the targets.
                 report = look_again(root, lambda: load_open(root, request, look(), on_read))
             else:
                 report = load_open(root, request, look_again(root, look), on_read)
