@@ -6,8 +6,8 @@
     get     obstore gets that buffer
     load    the checkpoint is loaded by ranges, and compared with its digests
 
-All against one server, that of the tests (SeaweedFS on loopback). Ways are interleaved in each round, and ratios taken
-inside it. What is loaded is compared bit for bit with what was saved.
+All of a round against one server, that of the tests (SeaweedFS on loopback), which has room for no more. Ways are
+interleaved in each round, and ratios taken inside it. What is loaded is compared bit for bit with what was saved.
 
 Expected, before measuring: the server takes most of the time and of the processor, so `upload` takes as long as `put`;
 its own CPU is that of `put`, where obstore hashes every byte for its signature, and a tenth for reads and digests.
@@ -54,8 +54,7 @@ def run_uploads(
 ) -> dict[str, Any]:
     """Run it, print the tables, write `out`.json and .txt; return the figures."""
     state_bytes, rounds = (48 << 20, 1) if smoke else (int(gib * GIB), rounds)
-    with scratch_folder(directory) as folder, seaweed.running(folder, buckets=(BUCKET,)) as server:
-        os.environ.update(seaweed.environment(server.endpoint))
+    with scratch_folder(directory) as folder:
         answers = _rounds(folder, state_bytes, rounds)
     content = {"machine": machine(), "state_bytes": state_bytes, "rounds": answers}
     console = make_console()
@@ -84,18 +83,20 @@ def _rounds(folder: Path, state_bytes: int, rounds: int) -> list[dict[str, Any]]
     assert attempt is not None
     answers = []
     for index in range(rounds):
-        url = f"s3://{BUCKET}/round{index}"
-        calls = _calls(folder / "ckpt", url, drawn, attempt)
-        calls["save"] = partial(asyncckpt.save, f"{url}-direct", state)
-        order = WAYS if index % 2 == 0 else ("save", "upload", "put", "load", "get")
-        for way in order:
-            begun, cpu = time.perf_counter(), time.process_time()
-            found = calls[way]()
-            seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
-            answers.append({"round": index, "way": way, "seconds": seconds, "cpu": cpu})
-            if way == "load":
-                for tensors in (found, asyncckpt.load(f"{url}-direct")):
-                    assert all(np.array_equal(tensors[f"t{i}"].numpy(), piece) for i, piece in enumerate(pieces))
+        with scratch_folder(folder) as own, seaweed.running(own, buckets=(BUCKET,)) as server:
+            os.environ.update(seaweed.environment(server.endpoint))
+            url = f"s3://{BUCKET}/round"
+            calls = _calls(folder / "ckpt", url, drawn, attempt)
+            calls["save"] = partial(asyncckpt.save, f"{url}-direct", state)
+            order = WAYS if index % 2 == 0 else ("save", "upload", "put", "load", "get")
+            for way in order:
+                begun, cpu = time.perf_counter(), time.process_time()
+                found = calls[way]()
+                seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
+                answers.append({"round": index, "way": way, "seconds": seconds, "cpu": cpu})
+                if way == "load":
+                    for tensors in (found, asyncckpt.load(f"{url}-direct")):
+                        assert all(np.array_equal(tensors[f"t{i}"].numpy(), piece) for i, piece in enumerate(pieces))
     return answers
 
 

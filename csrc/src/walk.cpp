@@ -1,13 +1,17 @@
 // Objects of Python are visited in the order of recorded words, and each has to be what these say.
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 
 #include "asyncckpt.h"
 #include "error.hpp"
+#include "prefetch.hpp"
 
 namespace asyncckpt {
 namespace {
 
+constexpr uint64_t ahead = 16;
 constexpr uint64_t depth_max = 1000;  // of visits inside of each other; each takes some hundred bytes of the stack
 
 using Object = const void*;
@@ -95,14 +99,26 @@ class Walk {
     python_.let_go(before);
   }
 
+  // What a dict refers to lies anywhere in memory, so it is asked for some entries before it is looked at.
   bool dict(Object object) {
+    struct Entry {
+      Object key, value;
+    };
+    std::array<Entry, ahead> entries;
     int64_t position = 0;
-    Object key = nullptr, value = nullptr;
-    for (uint64_t count = word(); count > 0; --count) {
-      if (!python_.next(object, position, key, value) || reinterpret_cast<uint64_t>(key) != word()) return false;
-      if (!visit(value)) return false;
+    for (uint64_t left = word(); left > 0;) {
+      const uint64_t count = std::min<uint64_t>(left, ahead);
+      for (uint64_t at = 0; at < count; ++at) {
+        if (!python_.next(object, position, entries[at].key, entries[at].value)) return false;
+        prefetch_to_read(entries[at].value);
+      }
+      for (uint64_t at = 0; at < count; ++at) {
+        if (reinterpret_cast<uint64_t>(entries[at].key) != word() || !visit(entries[at].value)) return false;
+      }
+      left -= count;
     }
-    return !python_.next(object, position, key, value);
+    Entry more;
+    return !python_.next(object, position, more.key, more.value);
   }
 
   bool items(Object object, uint64_t step) {
