@@ -199,17 +199,35 @@ def _copy_rows(columns: U64, rows: I64, places: I64, threads: int) -> None:
 
 @dataclass(eq=False)
 class Part:
-    """What the steps of one optimizer change. copying_count: chunks that are being copied now."""
+    """What the steps of one optimizer change. make: makes the chunks, when one is asked for. copying_count: chunks that
+    are being copied now.
+    """
 
     owner: int
     watched: list[Watch] = field(default_factory=list)
+    make: Callable[[], Sequence[Chunk]] | None = None
     chunks: deque[Chunk] = field(default_factory=deque)
     copying_count: int = 0
     is_closed: bool = False
 
     @property
     def is_copied(self) -> bool:
-        return not self.chunks and not self.copying_count
+        return self.make is None and not self.chunks and not self.copying_count
+
+    def next_chunk(self) -> Chunk | None:
+        """Take the next chunk, to be copied by the caller; None: there is none left."""
+        if self.make is not None:
+            self.chunks += self.make()
+            self.make = None
+        if not self.chunks:
+            return None
+        self.copying_count += 1
+        return self.chunks.popleft()
+
+    def leave(self) -> None:
+        """Leave what nobody has begun."""
+        self.make = None
+        self.chunks.clear()
 
 
 class StepCopies:
@@ -229,12 +247,12 @@ class StepCopies:
 
     # -- before anything else is called --------------------------------------------------------------------------------
 
-    def add(self, owner: int, watch: Watch, chunks: Sequence[Chunk]) -> None:
-        """Add memory of an optimizer, by its number."""
-        part = Part(owner)
+    def add(self, owner: int, watch: Watch, segments: U64, of: I64) -> None:
+        """Add memory of an optimizer, by its number; segments, of tensors of[i] of the watch, are the host's to copy."""
+        part = Part(owner, [watch])
+        if len(segments):
+            part.make = partial(chunks_of, segments, of, watch)
         self._parts.append(part)
-        part.watched.append(watch)
-        part.chunks += chunks
 
     def add_table(
         self,
@@ -307,7 +325,7 @@ class StepCopies:
         with self._changed:
             for part in self._parts:
                 self._is_dropped |= not part.is_copied
-                part.chunks.clear()
+                part.leave()
                 _end(part)
         self._wait_copied(self._parts)
 
@@ -342,10 +360,7 @@ class StepCopies:
 
     def _take(self, part: Part) -> Chunk | None:
         with self._changed:
-            if not part.chunks:
-                return None
-            part.copying_count += 1
-            return part.chunks.popleft()
+            return part.next_chunk()
 
     def _wait_copied(self, parts: Sequence[Part], *, seconds: float | None = None, looks: bool = True) -> bool:
         """Wait until parts are copied; return whether they are after so many seconds. None: DeadlineError, but late."""
@@ -381,7 +396,7 @@ class StepCopies:
         with self._changed:
             self._refused = self._refused or error
             for part in self._parts:
-                part.chunks.clear()
+                part.leave()
 
 
 def _end(part: Part) -> None:

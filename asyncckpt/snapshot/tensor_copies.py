@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.devices.step_copies import Watch, chunks_of
+from asyncckpt.devices.step_copies import Watch
 from asyncckpt.errors import UsageError
 from asyncckpt.native import I64, U64, core
 from asyncckpt.native.tensors import Places
@@ -105,7 +105,7 @@ def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, se
             stepped[own] = False
             continue
         by_host = live.ways.way[tensors[own]] == BY_HOST
-        copies.steps.add(owner, watch, chunks_of(segments[own[by_host]], of[by_host], watch))
+        copies.steps.add(owner, watch, segments[own[by_host]], of[by_host])
     return stepped
 
 

@@ -16,6 +16,7 @@ from asyncckpt.staging.arena import Arena, ArenaState
 from asyncckpt.staging.pool import pool
 from tests.devices.training import differing
 from tests.simulated_device import SimulatedRuntime
+from tests.steps.gate import watch_short
 
 pytestmark = pytest.mark.any_core
 
@@ -27,6 +28,12 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[SimulatedRuntime]:
     made = SimulatedRuntime(2, seed=3, kernels=request.param)
     with made.installed():
         yield made
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for short tensors, too."""
+    watch_short(monkeypatch)
 
 
 def new_state(runtime: SimulatedRuntime) -> tuple[Tensors, Tensors]:
@@ -241,10 +248,13 @@ def saved_before_a_step(seed: int, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_a_step_waits_for_what_only_steps_change(seed: int, tmp_path: Path) -> None:
+def test_a_step_waits_for_what_only_steps_change(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if seed % 5:
+        watch_short(monkeypatch)
     assert saved_before_a_step(seed, tmp_path) == []
 
 
+@pytest.mark.usefixtures("short")
 def test_a_step_that_does_not_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepFences, "before_step", lambda *_: None)
     with pytest.raises(asyncckpt.UsageError, match="was changed behind the call"):
@@ -253,6 +263,7 @@ def test_a_step_that_does_not_wait_is_found(tmp_path: Path, monkeypatch: pytest.
     assert any(saved_before_a_step(seed, tmp_path / str(seed)) for seed in range(60))
 
 
+@pytest.mark.usefixtures("short")
 def test_more_than_a_stepped_tensor_is_waited_for_at_once(tmp_path: Path) -> None:
     """A buffer that begins where a parameter does, and goes on behind it."""
     runtime = SimulatedRuntime(1)
@@ -274,6 +285,7 @@ def test_more_than_a_stepped_tensor_is_waited_for_at_once(tmp_path: Path) -> Non
     assert differing(loaded(tmp_path, 1, values), values) == []
 
 
+@pytest.mark.usefixtures("short")
 def test_forward_does_not_wait_for_what_only_steps_change(tmp_path: Path) -> None:
     runtime = SimulatedRuntime(1)
     runtime.schedule.pace, runtime.schedule.needed_share = 0.0, 1.0

@@ -17,6 +17,7 @@ from asyncckpt.optim import SparseSGD
 from asyncckpt.snapshot import table_capture
 from tests.interrupts.places import SOME, interrupt_at
 from tests.interrupts.world import DEADLINE_S, check_nothing_is_held
+from tests.steps.gate import watch_short
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 
@@ -31,6 +32,7 @@ def nothing(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("is_left_to_the_step", [True, False])
 def test_steps(tmp_path: Path, is_left_to_the_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_copies, "CHUNK_BYTES", 256)
+    watch_short(monkeypatch)
     if is_left_to_the_step:
         monkeypatch.setattr(StepCopies, "run", nothing)
         monkeypatch.setattr(step_copies, "PATIENCE_S", 0.1)

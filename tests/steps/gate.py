@@ -11,6 +11,7 @@ import pytest
 from asyncckpt.devices import step_copies
 from asyncckpt.devices.step_copies import Chunk, StepCopies
 from asyncckpt.engine.process.background import copiers
+from asyncckpt.engine.save import device_stage
 
 WAIT_S_MAX = 30.0
 
@@ -47,8 +48,14 @@ class Gate:
             self.open()
 
 
+def watch_short(monkeypatch: pytest.MonkeyPatch, *, bytes_min: int = 1) -> None:
+    """Let steps wait for tensors of so many bytes, too; else these are copied in the call."""
+    monkeypatch.setattr(device_stage, "STEPPED_BYTES_MIN", bytes_min)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:
     gate, copy = Gate(), Chunk.copy
+    watch_short(monkeypatch)
 
     def gated(self: Chunk, *, threads: int) -> None:
         is_copier = copiers.is_current_thread()
@@ -66,6 +73,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:
 def install_before(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:
     """While this one is shut, the background begins no chunk, so that nobody waits for it."""
     gate, run = Gate(), StepCopies.run
+    watch_short(monkeypatch)
 
     def gated(self: StepCopies, order: Sequence[int], *, threads: int) -> None:
         gate._came.set()

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import asyncckpt
-from asyncckpt.devices.stepped_memory import SteppedMemory
+from asyncckpt.devices.stepped_memory import SteppedMemory, places_of
 from asyncckpt.engine.save.step_hooks import is_stepping, listen
 from tests.steps import gate as gates
 from tests.steps.gate import Gate
@@ -66,7 +66,9 @@ def test_an_optimizer_with_a_state_of_its_own_form_may_step(tmp_path: Path, gate
             future = saver.save_async(1)
             odd.step()
         future.result(60)
-    assert len(SteppedMemory([odd]).tensors) == 2
+    memory = SteppedMemory([odd])
+    assert memory.find(*places_of([odd.state[other]])).min() >= 0
+    assert len(memory.tensors) == 2
 
 
 def test_savers_come_and_go_within_hooks(tmp_path: Path) -> None:

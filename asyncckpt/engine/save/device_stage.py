@@ -3,7 +3,8 @@ of optimizers that wait for the copies, so that forward and backward need not.
 
 Parameters and the state of an optimizer change in its step only, if its owner says so. A hook before the step waits
 until they are copied: the current streams for those of devices, the trainer himself for those of the host, which the
-background copies meanwhile. Everything else of a state is waited for at the save.
+background copies meanwhile. Everything else of a state is waited for at the save; and so are short tensors, which
+take less time to copy than to watch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from asyncckpt.devices.contract import Runtime
 from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.host_copies import HostCopies, Pending
 from asyncckpt.devices.step_copies import StepCopies
-from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, SteppedMemory
+from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, KeptPlaces, SteppedMemory
 from asyncckpt.engine.process.background import Job, copiers, run_on
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.save.step_hooks import is_stepping, listen
@@ -31,6 +32,8 @@ from asyncckpt.signals import uninterrupted
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
 from asyncckpt.system import lower_priority
+
+STEPPED_BYTES_MIN = 16 << 10
 
 
 def host_copies(options: SaveOptions, stepped: StepFences | None = None) -> HostCopies:
@@ -80,6 +83,7 @@ class StepFences:
         self._optimizers = list(optimizers)
         self._order = list(range(len(self._optimizers)))  # In which they have stepped last.
         self._guard = Guard()  # Any thread's optimizer comes here, also one that trains something else.
+        self._places = KeptPlaces()
         self._pending: tuple[Pending, ...] = ()
         self._pid = os.getpid()
         self._uncompiled = StepFences._let_wait
@@ -93,7 +97,7 @@ class StepFences:
         """Return the memory that only steps change. Within a step, none: it has waited already."""
         if not self._optimizers or is_stepping():
             return NOTHING_STEPPED
-        return SteppedMemory(self._optimizers)
+        return SteppedMemory(self._optimizers, bytes_min=STEPPED_BYTES_MIN, places=self._places.of)
 
     def expect(self, pending: Pending) -> None:
         """Let the next step wait for these copies, by the streams of devices; and by itself for those of the host."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from asyncckpt.devices.stepped_memory import SteppedMemory
-from asyncckpt.native import I64
+from asyncckpt.devices.stepped_memory import KeptPlaces, SteppedMemory, places_of
+from asyncckpt.native import I64, U64
+
+
+def read(*optimizers: torch.optim.Optimizer) -> SteppedMemory:
+    """Return their memory, which somebody has asked for."""
+    memory = SteppedMemory(optimizers)
+    found(memory, torch.ones(1))
+    return memory
 
 
 def found(memory: SteppedMemory, *tensors: torch.Tensor) -> I64:
@@ -35,7 +44,7 @@ def test_longer_memory_is_not_the_parameters() -> None:
 
 def test_an_optimizer_is_known_by_its_memory() -> None:
     shared, own = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(4))
-    memory = SteppedMemory([torch.optim.SGD([shared]), torch.optim.SGD([own, shared])])
+    memory = read(torch.optim.SGD([shared]), torch.optim.SGD([own, shared]))
     assert memory.parts_of(torch.optim.SGD([own])) == {1}
     assert len(memory.parts_of(torch.optim.SGD([shared]))) == 1
     assert memory.parts_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])) == frozenset()
@@ -47,7 +56,7 @@ def test_an_optimizer_of_pieces_or_of_more_is_known_by_the_memory_that_it_reache
     long = torch.nn.Parameter(whole[5:95])
 
     def parts(*optimizers: torch.optim.Optimizer) -> list[frozenset[int]]:
-        memory = SteppedMemory(optimizers)
+        memory = read(*optimizers)
         ranges = [(0, 100), (10, 30), (12, 20), (35, 45), (40, 41), (69, 80), (70, 80), (0, 10), (0, 11), (96, 99)]
         pieces = [torch.nn.Parameter(whole[begin:end]) for begin, end in ranges]
         return [memory.parts_of(torch.optim.SGD([piece])) for piece in pieces]
@@ -58,13 +67,13 @@ def test_an_optimizer_of_pieces_or_of_more_is_known_by_the_memory_that_it_reache
     found = parts(*apart, torch.optim.SGD([long]))
     assert [2 in owners for owners in found] == [True] * 9 + [False]
     assert [1 in owners for owners in found[4:6]] == [True, True]
-    assert SteppedMemory([*apart, torch.optim.SGD([long])]).parts_of(apart[0]) == {0, 2}
+    assert read(*apart, torch.optim.SGD([long])).parts_of(apart[0]) == {0, 2}
 
 
 def test_an_optimizer_that_gets_other_parameters_is_looked_at_again() -> None:
     own, more = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(4))
     optimizers = [torch.optim.SGD([own]), torch.optim.SGD([more])]
-    memory = SteppedMemory(optimizers)
+    memory = read(*optimizers)
     assert memory.parts_of(optimizers[0]) == {0}
     optimizers[0].add_param_group({"params": [more]})
     assert memory.parts_of(optimizers[0]) == {0, 1}
@@ -89,3 +98,33 @@ def test_tensors_without_an_address_are_left_out() -> None:
 
 def test_without_optimizers_nothing_is_found() -> None:
     assert found(SteppedMemory(), torch.ones(3)).tolist() == [-1]
+
+
+def test_short_tensors_are_left_out_and_alone_not_even_looked_at() -> None:
+    short, long = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(60))
+    optimizers = [torch.optim.SGD([short]), torch.optim.SGD([long])]
+    asked: list[int] = []
+
+    def places(tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:
+        asked.append(len(tensors))
+        return places_of(tensors)
+
+    memory = SteppedMemory(optimizers, bytes_min=100, places=places)
+    assert found(memory, short).tolist() == [-1]
+    assert (asked, memory.parts_of(optimizers[1])) == ([], frozenset())
+    numbers = found(memory, short, long)
+    assert (numbers >= 0).tolist() == [False, True]
+    assert memory.owners[numbers[1]] == 1
+    assert (asked, memory.parts_of(optimizers[0]), memory.parts_of(optimizers[1])) == ([2], frozenset(), {1})
+
+
+def test_kept_places_are_those_that_torch_tells() -> None:
+    kept = KeptPlaces()
+    tensors = [torch.ones(6), torch.ones(2, 3), torch.nn.Parameter(torch.ones(4))]
+    others = [torch.ones(6), torch.ones(2, 3), torch.nn.Parameter(torch.ones(4))]
+    freed = torch.ones(6)
+    freed.untyped_storage().resize_(0)
+    for own in (tensors, tensors, others, [*others, torch.eye(3).to_sparse()], others[:1], tensors, [freed, *others]):
+        begins, bytes = kept.of(own)
+        wanted = places_of(own)
+        assert (begins.tolist(), bytes.tolist()) == (wanted[0].tolist(), wanted[1].tolist())
