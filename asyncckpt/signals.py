@@ -47,7 +47,7 @@ _NUMBERS = tuple(
 )
 # Windows has neither actions nor this.
 _sigaction: Any = ctypes.PyDLL(None).sigaction if hasattr(signal, "siginterrupt") else lambda *_: 0
-ACTION_BYTES = 512  # No system's is as large.
+_Action = ctypes.c_char * 512  # No system's is as large.
 
 
 class Uninterrupted:
@@ -117,7 +117,7 @@ class Uninterrupted:
             handler = _handler_of(number)
             # Else it is SIG_DFL, SIG_IGN, or a handler that is not Python's.
             if callable(handler) and handler is not self._noter:
-                action = ctypes.create_string_buffer(ACTION_BYTES)
+                action = _Action()
                 _sigaction(number, None, action)
                 self._set_back.append((number, handler, action))
                 _set_handler(number, self._noter)

@@ -2,7 +2,7 @@
 
 Tensors are on the simulated device of the tests: queueing a copy costs other time there than on a real one, a few calls
 in all; what is done for every tensor (taking the state apart, looking for its addresses) is the same. A module of
-10,000 small parameters and its AdamW are on the host, and so is one tensor alone. Beside each figure is that with the
+10,000 small parameters and its AdamW are on the host, also with `optimizers=`, and so is one tensor alone. Beside each figure is that with the
 state walked anew at each save (docs/decisions/0029-walks-are-kept.md), and with the facts of tensors read by torch, a
 call for each, too, as where the core cannot (docs/decisions/0028-tensors-are-read-by-the-core.md).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from tests.simulated_device import SimulatedRuntime
 
 COUNTS = (1, 100, 10_000)
 ON_HOST = "1 tensor of the host"
+STEPPED = ", in optimizers="
 PARAMETERS = 10_000
 ELEMENTS = 1000
 CALLS = 9
@@ -44,14 +45,16 @@ def run_host_part(
     console = make_console()
     counts, parameters, rounds = ((1, 50), 20, 1) if smoke else (COUNTS, PARAMETERS, rounds)
     states: list[tuple[str, int | None]] = [(f"{count:,} tensors", count) for count in counts]
-    states += [(ON_HOST, 0), (f"module of {parameters:,} parameters, AdamW", None)]
+    module = f"module of {parameters:,} parameters, AdamW"
+    states += [(ON_HOST, 0), (module, None), (module + STEPPED, None)]
     figures: list[dict[str, Any]] = []
     with scratch_folder(directory) as folder:
         for index in range(rounds):
             for place, (shown, count) in enumerate(states):
                 for way in WAYS if index % 2 else WAYS[::-1]:
                     with read_by(way), state_of(count, parameters) as state:
-                        calls = times_of(state, folder / f"{index}-{place}-{way}")
+                        optimizers = [state["optimizer"]] if shown.endswith(STEPPED) else []
+                        calls = times_of(state, folder / f"{index}-{place}-{way}", optimizers)
                     figures.append({"state": shown, "way": way, **calls})
     kinds = [(way, kind) for kind in ("seconds", "processor_seconds") for way in WAYS]
     rows = [[shown, *(number(_median(figures, shown, *kind) * 1e3, 2) for kind in kinds)] for shown, _ in states]
@@ -95,10 +98,13 @@ def state_of(count: int | None, parameters: int, device: str = "") -> Iterator[M
         yield {f"t{number}": runtime.new_tensor((ELEMENTS,), torch.float32) for number in range(count)}
 
 
-def times_of(state: Mapping[str, Any], path: Path) -> dict[str, float]:
+def times_of(
+    state: Mapping[str, Any], path: Path, optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> dict[str, float]:
     """The medians of some calls, but for the first ones, which make what later ones use."""
     seconds, processor_seconds = [], []
-    with asyncckpt.Saver(path=path, tensors=state, durability="none", filter_func=_drop) as saver:
+    device = asyncckpt.DeviceOptions(optimizers=optimizers)
+    with asyncckpt.Saver(path=path, tensors=state, durability="none", filter_func=_drop, device=device) as saver:
         for _ in range(2):
             saver.save_async().result(WAIT_S)
         for _ in range(CALLS):

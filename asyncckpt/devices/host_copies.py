@@ -163,7 +163,7 @@ class HostCopies:
         self._scratch_bytes = scratch_bytes
         self._streams = streams
         self._devices: dict[int, DeviceCopies] = {}
-        self.pending = Pending()
+        self.pending = Pending(steps=self.steps)
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """Return the device from which a tensor is copied; None: the host reads it."""
@@ -201,7 +201,7 @@ class HostCopies:
         """
         listed = {device: item for device, item in self._devices.items() if item.copies or item.later or item.works}
         if not listed:
-            return Pending(steps=self.steps)
+            return self.pending
         runtime = self.runtime
         assert runtime is not None
         if runtime.is_capturing():

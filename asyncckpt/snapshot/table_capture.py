@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from asyncckpt.devices.copies import DeviceFingerprints
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.devices.step_copies import Chunk, Watch, chunks_of, row_chunks
+from asyncckpt.devices.step_copies import Chunk, chunks_of, row_chunks
+from asyncckpt.devices.watches import Watch
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.row_places import RowPlaces, TableContents
 from asyncckpt.model.table import (

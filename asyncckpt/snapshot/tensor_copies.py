@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.devices.step_copies import Watch
+from asyncckpt.devices.watches import Watch
 from asyncckpt.errors import UsageError
 from asyncckpt.native import I64, U64, core
 from asyncckpt.native.tensors import Places

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.devices.step_copies import Watch
+from asyncckpt.devices.watches import Watch
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.staging.arena import Arena, ArenaState
 from asyncckpt.staging.pool import pool

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.devices.step_copies import StepCopies, Watch
+from asyncckpt.devices.step_copies import StepCopies
+from asyncckpt.devices.watches import Watch
 from asyncckpt.engine.save.device_stage import StepFences
 from tests.devices.training import differing
 from tests.simulated_device import SimulatedRuntime

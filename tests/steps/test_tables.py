@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.devices import step_copies
-from asyncckpt.devices.step_copies import TableWatch, Watch
+from asyncckpt.devices import watches
+from asyncckpt.devices.watches import TableWatch, Watch
 from asyncckpt.nn import HashEmbedding, Uniform
 from asyncckpt.optim import SparseAdam, SparseSGD
 from asyncckpt.snapshot import table_capture
@@ -36,7 +36,7 @@ Rows = dict[int, dict[str, torch.Tensor]]
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows are left, too; and nobody waits long for a count."""
     monkeypatch.setattr(table_capture, "LATER_BYTES_MIN", 1)
-    monkeypatch.setattr(step_copies, "COUNT_S_MAX", 0.05)
+    monkeypatch.setattr(watches, "COUNT_S_MAX", 0.05)
 
 
 @pytest.fixture

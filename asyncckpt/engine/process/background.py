@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ SENDERS_MAX = 4
 UPLOADERS_MAX = 2  # One for each Saver; the threads of obstore move the bytes.
 TALKERS_MAX = 3  # One sends, one receives, one waits for what another rank has left.
 HANDOVER_S_MAX = 0.0002
+BEGIN_BEHIND_S = 0.0005  # Whoever has started the thread is at the end of a call that training waits for.
 _usual_s: list[float] = []  # What to give back to a child that is forked meanwhile: it has no background.
 
 _loop_thread = IdleEndingThreads("asyncckpt-background", 1)
@@ -135,6 +137,7 @@ class Background:
         return _loop_thread.is_current_thread()
 
     def _run(self) -> None:
+        time.sleep(BEGIN_BEHIND_S)
         work = self._work()
         try:
             asyncio.run(work)

@@ -11,7 +11,6 @@ from typing import Any
 from asyncckpt.commit.claims import Claim, claims
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
-from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import Job, background, check_may_wait
 from asyncckpt.engine.process.event_loop import check_may_block_here, check_may_wait_for, check_may_wait_here
 from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
@@ -242,6 +241,7 @@ def _look(target: SaveTarget, base: ChainLink, kind: SaveKind) -> ChainLink | No
 def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *, deadline_s: float) -> Staged:
     options = target.options
     layout = stage.layout
+    copies = host_copies(options, target.step_fences)
     arena = pool.acquire(
         stage.arena_bytes,
         deadline_s=deadline_s,
@@ -249,7 +249,6 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
         layout=layout,
         before_wait=lambda: check_may_wait_here("a staging arena", holding=pool.guard),
     )
-    pending = Pending()
     try:
         held = {} if arena.contents is None else arena.contents.tables
         arena.contents = None  # Until all of it is there.
@@ -266,7 +265,6 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
             for region in stage.regions.tables
         ]
         base = stage.regions.bytes
-        copies = host_copies(options, target.step_fences)
         capture(stage.plan, cut.flat, cut.tables, image=image[base:], copies=copies, tables=tables)
         pending = launch(copies, arena, options)
         target.step_fences.expect(pending)
@@ -275,7 +273,7 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
         arena.seal()
         return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
     except BaseException:  # An interrupt may come when devices write to the arena already.
-        Staged(arena=arena, base=0, tables=(), pending=pending).give_back()
+        Staged(arena=arena, base=0, tables=(), pending=copies.pending).give_back()
         raise
 
 
@@ -290,7 +288,8 @@ def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
     """Return the metadata of a save as they are stored. UsageError, UnsupportedError."""
-    metadata = {} if metadata is None else metadata
+    if metadata is None:
+        return {}
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
         raise UsageError("metadata is not a mapping with string keys", found=type(metadata).__name__)
     items = metadata.items()
