@@ -147,7 +147,7 @@ def _tables_of(optimizer: torch.optim.Optimizer) -> list[object]:
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    kept = [optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state]
+    kept = [own for own in map(optimizer.state.get, parameters) if own is not None]
     values = [value for own in kept for value in (own.values() if isinstance(own, Mapping) else (own,))]
     found = parameters + values
     if _PLAIN.issuperset(map(type, found)):
