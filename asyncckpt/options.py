@@ -166,7 +166,8 @@ class DeviceOptions:
     optimizers           torch optimizers whose parameters and state nothing but their step() changes, called as such
                          (not replayed as a graph, not fused into the backward pass): the next step() waits for the
                          copies of these, and the call, forward and backward do not; on the host, too, and for rows of
-                         HashTables there. Tensors of less than 16 KiB are copied in the call. A save fails with UsageError when something else has changed them before
+                         HashTables there. Tensors of less than 16 KiB are copied in the call. A save fails with
+                         UsageError when something else has changed them before
     fingerprints         of tables on devices that have no marks, a full save copies only rows whose fingerprint differs
                          from the one that the arena's row had; takes 8 bytes a row there, for each of two arenas
     host_level           how a multi-level table is saved: "copy" copies both levels while training waits; "first_touch"

@@ -2,9 +2,10 @@
 
 Tensors are on the simulated device of the tests: queueing a copy costs other time there than on a real one, a few calls
 in all; what is done for every tensor (taking the state apart, looking for its addresses) is the same. A module of
-10,000 small parameters and its AdamW are on the host, also with `optimizers=`, and so is one tensor alone. Beside each figure is that with the
-state walked anew at each save (docs/decisions/0029-walks-are-kept.md), and with the facts of tensors read by torch, a
-call for each, too, as where the core cannot (docs/decisions/0028-tensors-are-read-by-the-core.md).
+10,000 small parameters and its AdamW are on the host, also with `optimizers=`, and so is one tensor alone. Beside each
+figure is that with the state walked anew at each save (docs/decisions/0029-walks-are-kept.md), and with the facts of
+tensors read by torch, a call for each, too, as where the core cannot
+(docs/decisions/0028-tensors-are-read-by-the-core.md).
 """
 
 from __future__ import annotations
