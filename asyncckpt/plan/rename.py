@@ -69,8 +69,11 @@ class Names:
         if node[0] == "state":
             return ("state", self.tree(node[1], path))
         if node[0] not in MAPPINGS:
-            children = (self.tree(child, (*path, ("int", index))) for index, child in enumerate(node[1]))
-            return (node[0], tuple(children))
+            positions = [(*path, ("int", index)) for index in range(len(node[1]))]
+            for position in positions:
+                if (new := self.path(position)[-1]) != position[-1]:
+                    raise UsageError(f"{path_name(position)!r} is a position in a list, not a name", found=new)
+            return (node[0], tuple(map(self.tree, node[1], positions)))
         keys = tuple(self.path((*path, key))[-1] for key in node[1])
         twice = [key for key, count in Counter(keys).items() if count > 1] if keys != node[1] else []
         if twice:

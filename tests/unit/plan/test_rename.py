@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.plan.rename import Names
@@ -30,3 +31,13 @@ def test_two_that_become_the_same_are_refused() -> None:
     node = ("dict", ("a", "b"), (("tensor",), ("tensor",)))
     with pytest.raises(UsageError, match=r"same name, found 'b'"):
         Names.of({"a": "b"}).tree(node)
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple"])
+def test_a_position_in_a_list_has_no_other_name(kind: str) -> None:
+    layers = [{"weight": torch.ones(2)}, {"weight": torch.zeros(3)}]
+    state = {"model": {"layers": layers if kind == "list" else tuple(layers)}}
+    with pytest.raises(UsageError, match=r"'model\.layers\.1' is a position in a list"):
+        Names.of({"model.layers.1": "model.layers.0"}).state(state)
+    found = Names.of({"model": "tower", "model.layers.1.weight": "tower.layers.1.bias"}).state(state)
+    assert [list(layer) for layer in found["tower"]["layers"]] == [["weight"], ["bias"]]
