@@ -11,8 +11,9 @@ tensors read by torch, a call for each, too, as where the core cannot
 from __future__ import annotations
 
 import gc
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from unittest.mock import patch
 import torch
 
 import asyncckpt
+from asyncckpt.commit.discover import committed_steps, is_committed
+from asyncckpt.commit.root import open_root
 from asyncckpt.native import torch_calls
 from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.state import flatten
@@ -57,11 +60,14 @@ def run_host_part(
                         optimizers = [state["optimizer"]] if shown.endswith(STEPPED) else []
                         calls = times_of(state, folder / f"{index}-{place}-{way}", optimizers)
                     figures.append({"state": shown, "way": way, **calls})
+        floors = floors_of(parameters, folder / "0-0-kept")
     kinds = [(way, kind) for kind in ("seconds", "processor_seconds") for way in WAYS]
     rows = [[shown, *(number(_median(figures, shown, *kind) * 1e3, 2) for kind in kinds)] for shown, _ in states]
     columns = ["state", *(f"{'ms' if kind == 'seconds' else 'processor ms'}, {way}" for way, kind in kinds)]
     print_table(console, f"save_async, medians of {rounds} rounds of {CALLS} calls", columns, rows)
-    write_json(Path(f"{out}.json"), {"machine": machine(), "calls": figures})
+    rows = [[part, number(seconds * 1e3, 2)] for part, seconds in floors.items()]
+    print_table(console, "what a call does not leave out", ["part", "ms"], rows)
+    write_json(Path(f"{out}.json"), {"machine": machine(), "calls": figures, "floors": floors})
     console.save_text(f"{out}.txt")
     return figures
 
@@ -116,6 +122,36 @@ def times_of(
             processor_seconds.append(time.thread_time() - begun_processor)
             future.result(WAIT_S)
     return {"seconds": median_of(seconds), "processor_seconds": median_of(processor_seconds)}
+
+
+def floors_of(parameters: int, path: Path) -> dict[str, float]:
+    """Return how long what no call leaves out takes by itself, medians of some. path: a checkpoint directory."""
+    found: dict[str, list[float]] = {}
+
+    def timed(part: str, work: Callable[..., Any], *arguments: object) -> Any:
+        begun = time.perf_counter()
+        result = work(*arguments)
+        found.setdefault(part, []).append(time.perf_counter() - begun)
+        return result
+
+    with open_root(path) as root:
+        for _ in range(20 * CALLS):
+            thread = threading.Thread(target=int)
+            timed("start a thread", thread.start)
+            timed("look what is committed", lambda: is_committed(root, committed_steps(root)[-1] + 1))
+            thread.join()
+    walk, of_module = KeptWalk(), f"module of {parameters:,} parameters, AdamW: "
+    with state_of(None, parameters) as state:
+        for _ in range(2):
+            walk.flatten(state)
+        kept = walk._kept
+        if kept is not None:  # The core can follow it.
+            for _ in range(CALLS):
+                gc.collect()
+                taken = timed(of_module + "find its tensors", kept.walk.take, state)
+                tensors, _ = kept.recorded.lists(taken)
+                timed(of_module + "compare them with what they were", kept.known.places, tensors)
+    return {part: median_of(seconds) for part, seconds in found.items()}
 
 
 def _drop(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:

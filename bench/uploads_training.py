@@ -2,7 +2,6 @@
 
     asyncckpt               to the disk: what a local save costs
     store_put               the floor: one copy in the call, then obstore's put of it in a thread
-    store_neighbour         a control: nothing is sent, another process computes as long as the server would
     store_asyncckpt         `Saver(path="s3://...")`
     store_asyncckpt_upload  `Saver(upload="s3://...")`: until it is in the store too
     store_dcp_fsspec        torch's DCP with its writer for fsspec and s3fs, in a thread

@@ -102,7 +102,11 @@ def test_what_was_measured_before_a_cut_is_written(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_host_part_gives_figures(tmp_path: Path) -> None:
     figures = run_host_part(directory=tmp_path, out=tmp_path / "host-part", smoke=True)
-    states = ("1 tensors", "50 tensors", "1 tensor of the host", "module of 20 parameters, AdamW")
+    states = ["1 tensors", "50 tensors", "1 tensor of the host", "module of 20 parameters, AdamW"]
+    states.append(states[-1] + ", in optimizers=")
     assert {(one["state"], one["way"]) for one in figures} == {(s, way) for s in states for way in WAYS}
     assert all(math.isfinite(one["seconds"]) and math.isfinite(one["processor_seconds"]) for one in figures)
+    floors = json.loads((tmp_path / "host-part.json").read_text())["floors"]
+    assert len(floors) == 4
+    assert all(0 < seconds < math.inf for seconds in floors.values())
     assert (tmp_path / "host-part.txt").read_text()

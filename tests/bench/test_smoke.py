@@ -161,8 +161,7 @@ def test_uploads_bench_gives_figures(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("obstore") is None or not WEED.exists(), reason="there is no store here")
 def test_uploads_beside_training_give_figures_and_exact_images(tmp_path: Path) -> None:
     rounds = run_bench("uploads", tmp_path / "training", "--training")["rounds"]["1"]
-    peers = {"asyncckpt", "store_put", "store_neighbour"}
-    peers |= {"store_asyncckpt", "store_asyncckpt_upload", "store_torch_save"}
+    peers = {"asyncckpt", "store_put", "store_asyncckpt", "store_asyncckpt_upload", "store_torch_save"}
     assert {one["peer"] for one in rounds} - {"store_dcp_fsspec"} == peers  # That one needs s3fs.
     for one in rounds:
         assert one["image"] == "ok"
