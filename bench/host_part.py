@@ -125,17 +125,21 @@ def times_of(
 
 
 def floors_of(parameters: int, path: Path) -> dict[str, float]:
-    """Return how long what no call leaves out takes by itself, medians of some. path: a checkpoint directory."""
+    """Return how long what no call leaves out takes by itself, medians of some. path: a checkpoint directory.
+
+    Behind a garbage collection, as the calls: then little of it is in the caches of the processor.
+    """
     found: dict[str, list[float]] = {}
 
     def timed(part: str, work: Callable[..., Any], *arguments: object) -> Any:
+        gc.collect()
         begun = time.perf_counter()
         result = work(*arguments)
         found.setdefault(part, []).append(time.perf_counter() - begun)
         return result
 
     with open_root(path) as root:
-        for _ in range(20 * CALLS):
+        for _ in range(CALLS):
             thread = threading.Thread(target=int)
             timed("start a thread", thread.start)
             timed("look what is committed", lambda: is_committed(root, committed_steps(root)[-1] + 1))
@@ -147,7 +151,6 @@ def floors_of(parameters: int, path: Path) -> dict[str, float]:
         kept = walk._kept
         if kept is not None:  # The core can follow it.
             for _ in range(CALLS):
-                gc.collect()
                 taken = timed(of_module + "find its tensors", kept.walk.take, state)
                 tensors, _ = kept.recorded.lists(taken)
                 timed(of_module + "compare them with what they were", kept.known.places, tensors)
