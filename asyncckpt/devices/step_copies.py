@@ -258,8 +258,12 @@ class StepCopies:
                     uninterrupted.look()
 
     def _take(self, part: Part) -> Chunk | None:
-        with self._changed:
-            return part.next_chunk()
+        try:
+            with self._changed:
+                return part.next_chunk()
+        except Exception as error:  # Not the step's.
+            self._refuse(error)
+            return None
 
     def _wait_copied(self, parts: Sequence[Part], *, seconds: float | None = None, looks: bool = True) -> bool:
         """Wait until parts are copied; return whether they are after so many seconds. None: DeadlineError, but late."""

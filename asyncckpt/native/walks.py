@@ -8,6 +8,7 @@ and no object, but for types and keys: what lies where another object lay is fou
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -100,7 +101,13 @@ class KnownWalk:
 
     def take(self, root: object) -> Objects | None:
         """Return what there is to take; None: something is not as it was."""
-        return core.walk(self.calls, root, self.words, self.slots)
+        was_enabled = gc.isenabled()
+        gc.disable()  # What a finalizer takes out of a dict may be freed while the core is about to look at it.
+        try:
+            return core.walk(self.calls, root, self.words, self.slots)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def python_calls() -> PythonCalls | None:

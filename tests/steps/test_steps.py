@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -188,6 +189,25 @@ def test_a_state_that_is_staged_may_be_changed_by_anything(world: World, gate: G
     with torch.no_grad():
         world.weight.zero_()
     world.check(future, 1, values)
+
+
+def test_chunks_that_cannot_be_made_fail_the_save_and_not_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = gates.install_before(monkeypatch)
+    world = World(tmp_path)
+    with gate.held():
+        future = world.saver.save_async(1)
+        monkeypatch.setattr(np, "repeat", refuse)
+        world.step()
+        monkeypatch.undo()
+    with pytest.raises(asyncckpt.IOFailedError, match="ran out of memory"):
+        future.result(30)
+    world.saver.close()
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise MemoryError("none left")
 
 
 def test_freed_memory_is_refused_by_name(world: World, gate: Gate) -> None:
