@@ -171,18 +171,26 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.Gate]:
     made.open()
 
 
+def bytes_min_of(seed: int) -> int:
+    """From which size on steps wait for a tensor: all, or those that are long."""
+    return (1, 1, 100)[seed % 5 % 3]
+
+
 @pytest.mark.parametrize("seed", range(SEEDS_COUNT))
 def test_a_save_holds_its_cut_or_is_refused(
     seed: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gates.watch_short(monkeypatch, bytes_min=(1, 1, 100)[seed % 5 % 3])  # Or only for those that are long.
+    gates.watch_short(monkeypatch, bytes_min=bytes_min_of(seed))
     assert wrong(seed, tmp_path, gate) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(10))
-def test_saves_of_many_programs(hundred: int, tmp_path: Path, gate: gates.Gate) -> None:
+def test_saves_of_many_programs(
+    hundred: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seed in range(1000 + 100 * hundred, 1100 + 100 * hundred):
+        gates.watch_short(monkeypatch, bytes_min=bytes_min_of(seed))
         assert wrong(seed, tmp_path / str(seed), gate) == [], seed
 
 
