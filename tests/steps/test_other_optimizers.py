@@ -6,7 +6,7 @@ Their steps are fused: torch counts no writes of these, so nothing else would ha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -17,17 +17,9 @@ import asyncckpt
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.devices.step_copies import StepCopies
 from asyncckpt.engine.save.device_stage import StepFences
-from tests.steps import gate as gates
 from tests.steps.gate import Gate
 
 pytestmark = pytest.mark.any_core
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = gates.install(monkeypatch)
-    yield made
-    made.open()
 
 
 class World:

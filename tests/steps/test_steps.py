@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
-import os
-import signal
 import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,90 +13,11 @@ import torch
 
 import asyncckpt
 from asyncckpt.devices.step_copies import StepCopies
-from asyncckpt.staging.pool import pool
-from tests.devices.training import differing
 from tests.steps import gate as gates
 from tests.steps.gate import Gate
+from tests.steps.world import World, load_optimizer
 
 pytestmark = pytest.mark.any_core
-
-Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = gates.install(monkeypatch)
-    yield made
-    made.open()
-
-
-class World:
-    """Two parameters with an optimizer each, a buffer, and a Saver of all that."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        self.path = path
-        self.weight = torch.nn.Parameter(torch.arange(300.0))
-        self.bias = torch.nn.Parameter(torch.arange(90.0))
-        self.buffer = torch.arange(5.0)
-        self.optimizers = [
-            torch.optim.Adam([self.weight], lr=0.5, foreach=False),
-            torch.optim.SGD([self.bias], lr=0.5, momentum=0.9),
-        ]
-        self.step()
-        self.saver = asyncckpt.Saver(
-            path=path,
-            tensors=self.state,
-            device=asyncckpt.DeviceOptions(optimizers=self.optimizers),
-            on_busy="queue",
-            **options,
-        )
-        self.saver.save_async(0).result(30)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {
-            "weight": self.weight,
-            "bias": self.bias,
-            "buffer": self.buffer,
-            "adam": self.optimizers[0],
-            "sgd": self.optimizers[1],
-        }
-
-    def values(self) -> Tensors:
-        named = {"weight": self.weight, "bias": self.bias, "buffer": self.buffer}
-        named |= {f"adam.{name}": value for name, value in self.optimizers[0].state[self.weight].items()}
-        named["sgd.momentum"] = self.optimizers[1].state[self.bias]["momentum_buffer"]
-        return {name: tensor.detach().clone() for name, tensor in named.items()}
-
-    def loaded(self, step: int) -> Tensors:
-        tree = asyncckpt.load(self.path, step=step)
-        found = {name: tree[name].detach() for name in ("weight", "bias", "buffer")}
-        found |= {f"adam.{name}": value for name, value in tree["adam"]["state"][0].items()}
-        found["sgd.momentum"] = tree["sgd"]["state"][0]["momentum_buffer"]
-        return found
-
-    def set_gradients(self) -> None:
-        for parameter in (self.weight, self.bias):
-            parameter.grad = torch.ones_like(parameter)
-
-    def step(self) -> None:
-        self.set_gradients()
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def check(self, future: asyncckpt.SaveFuture, step: int, values: Tensors) -> asyncckpt.SaveResult:
-        result = future.result(30)
-        assert differing(self.loaded(step), values) == []
-        return result
-
-
-@pytest.fixture
-def world(tmp_path: Path, gate: Gate) -> Iterator[World]:
-    made = World(tmp_path)
-    gate.log.clear()
-    yield made
-    gate.open()
-    made.saver.close()
 
 
 def test_a_step_copies_what_is_left(world: World, gate: Gate) -> None:
@@ -223,12 +138,6 @@ def test_freed_memory_is_refused_by_name(world: World, gate: Gate) -> None:
 def swap_data(world: World) -> None:
     world.weight.data = torch.zeros(300)
     world.optimizers[0].state[world.weight]["exp_avg"].data = torch.zeros(300)
-
-
-def load_optimizer(world: World) -> None:
-    content = copy.deepcopy(world.optimizers[0].state_dict())
-    content["state"][0]["exp_avg"].zero_()
-    world.optimizers[0].load_state_dict(content)
 
 
 def step_with_closure(world: World) -> None:
@@ -356,90 +265,3 @@ def test_an_inference_tensor_is_copied_in_the_call(tmp_path: Path) -> None:
             uncounted.zero_()
         future.result(30)
     assert torch.equal(asyncckpt.load(tmp_path)["uncounted"], torch.arange(50.0))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_child_steps_without_its_parents_save(world: World, gate: Gate) -> None:
-    values = world.values()
-    with gate.held():
-        future = world.saver.save_async(1)
-        gate.await_copier()
-        child = os.fork()
-        if not child:
-            world.optimizers[1].step()
-            os._exit(0 if gate.log.count("step") == 0 else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert world.saver._target.step_fences._pending
-    world.check(future, 1, values)
-
-
-def test_a_cancelled_save_gives_its_arena_back(world: World, gate: Gate) -> None:
-    with gate.held():
-        future = world.saver.save_async(1)
-        gate.await_copier()
-        assert future.cancel()
-    with pytest.raises(asyncckpt.SaveCancelledError):
-        future.result(30)
-    world.saver.wait_idle()
-    assert pool.statistics().arenas_count <= 2
-    values = world.values()
-    world.check(world.saver.save_async(2), 2, values)
-
-
-def test_nothing_of_a_state_is_kept_behind_the_step(world: World, gate: Gate) -> None:
-    future = world.saver.save_async(1)
-    old = weakref.ref(world.optimizers[0].state[world.weight]["exp_avg"].untyped_storage())
-    load_optimizer(world)
-    world.step()
-    future.result(30)
-    del future
-    world.saver.wait_idle()
-    gc.collect()
-    assert old() is None
-
-
-def test_steps_of_others_may_have_any_tensors(world: World, gate: Gate) -> None:
-    """A hook of ours looks at all of them, and must not fail there."""
-    sparse = torch.zeros(3, 3).to_sparse().requires_grad_()
-    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    other.param_groups[0]["params"].append(sparse)
-    with gate.held():
-        future = world.saver.save_async(1)
-        other.step()
-    future.result(30)
-
-
-def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
-    values = world.values()
-    world.weight.grad = torch.ones(300)
-    with gate.held():
-        future = world.saver.save_async(1)
-        gate.await_copier()
-        (pending,) = world.saver._target.step_fences._pending
-
-        def interrupt() -> None:
-            with pending.steps._changed:
-                assert pending.steps._changed.wait_for(lambda: not pending.steps._parts[0].chunks, 30)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            world.optimizers[0].step()
-        thread.join(30)
-        assert torch.equal(world.weight.detach(), values["weight"])
-    world.step()
-    world.check(future, 1, values)
-
-
-def test_nothing_of_a_saver_stays_behind_it(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    fences = weakref.ref(world.saver._target.step_fences)
-    world.saver.close()
-    del world
-    until = time.monotonic() + 30.0
-    while fences() is not None and time.monotonic() < until:  # The thread that has ended its save lets go of it.
-        gc.collect()
-        time.sleep(0.01)
-    assert fences() is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import asyncckpt
 from asyncckpt.devices.stepped_memory import SteppedMemory, places_of
 from asyncckpt.engine.save.step_hooks import is_stepping, listen
-from tests.steps import gate as gates
 from tests.steps.gate import Gate
 
 pytestmark = pytest.mark.any_core
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = gates.install(monkeypatch)
-    yield made
-    made.open()
 
 
 def _in_closure(optimizer: torch.optim.Optimizer, save: Callable[[], Any]) -> None:

@@ -1,0 +1,108 @@
+"""However a save with `optimizers=` ends, and whoever steps meanwhile: nothing stays behind, nobody waits in vain."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.staging.pool import pool
+from tests.steps.gate import Gate
+from tests.steps.world import World, load_optimizer
+
+pytestmark = pytest.mark.any_core
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_steps_without_its_parents_save(world: World, gate: Gate) -> None:
+    values = world.values()
+    with gate.held():
+        future = world.saver.save_async(1)
+        gate.await_copier()
+        child = os.fork()
+        if not child:
+            world.optimizers[1].step()
+            os._exit(0 if gate.log.count("step") == 0 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert world.saver._target.step_fences._pending
+    world.check(future, 1, values)
+
+
+def test_a_cancelled_save_gives_its_arena_back(world: World, gate: Gate) -> None:
+    with gate.held():
+        future = world.saver.save_async(1)
+        gate.await_copier()
+        assert future.cancel()
+    with pytest.raises(asyncckpt.SaveCancelledError):
+        future.result(30)
+    world.saver.wait_idle()
+    assert pool.statistics().arenas_count <= 2
+    values = world.values()
+    world.check(world.saver.save_async(2), 2, values)
+
+
+def test_nothing_of_a_state_is_kept_behind_the_step(world: World, gate: Gate) -> None:
+    future = world.saver.save_async(1)
+    old = weakref.ref(world.optimizers[0].state[world.weight]["exp_avg"].untyped_storage())
+    load_optimizer(world)
+    world.step()
+    future.result(30)
+    del future
+    world.saver.wait_idle()
+    gc.collect()
+    assert old() is None
+
+
+def test_steps_of_others_may_have_any_tensors(world: World, gate: Gate) -> None:
+    """A hook of ours looks at all of them, and must not fail there."""
+    sparse = torch.zeros(3, 3).to_sparse().requires_grad_()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    other.param_groups[0]["params"].append(sparse)
+    with gate.held():
+        future = world.saver.save_async(1)
+        other.step()
+    future.result(30)
+
+
+def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
+    values = world.values()
+    world.weight.grad = torch.ones(300)
+    with gate.held():
+        future = world.saver.save_async(1)
+        gate.await_copier()
+        (pending,) = world.saver._target.step_fences._pending
+
+        def interrupt() -> None:
+            with pending.steps._changed:
+                assert pending.steps._changed.wait_for(lambda: not pending.steps._parts[0].chunks, 30)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            world.optimizers[0].step()
+        thread.join(30)
+        assert torch.equal(world.weight.detach(), values["weight"])
+    world.step()
+    world.check(future, 1, values)
+
+
+def test_nothing_of_a_saver_stays_behind_it(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    fences = weakref.ref(world.saver._target.step_fences)
+    world.saver.close()
+    del world
+    until = time.monotonic() + 30.0
+    while fences() is not None and time.monotonic() < until:  # The thread that has ended its save lets go of it.
+        gc.collect()
+        time.sleep(0.01)
+    assert fences() is None
