@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
@@ -19,32 +20,46 @@ _bytes_of = attrgetter("nbytes")
 
 
 class KeptPlaces:
-    """Reads where tensors are: by the core, while they have the facts that they had before (native/torch_calls.py)."""
+    """Reads where tensors are: by the core, while they have the facts that they had before (native/torch_calls.py).
+
+    Any thread may use it.
+    """
 
     def __init__(self) -> None:
-        self._known: KnownTensors | None = None
-        self._bytes = np.empty(0, dtype=np.int64)
+        self._kept: tuple[KnownTensors, I64] | None = None
         self._in_vain = 0
 
     def of(self, tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:
         """Return the address and the bytes of every tensor, as `places_of`."""
-        places = None if self._known is None else self._known.places(tensors)
-        if places is not None:
+        kept = self._kept
+        places = None if kept is None else kept[0].places(tensors)
+        if kept is not None and places is not None:
             self._in_vain = 0
-            return places["address"], self._bytes
-        begins, self._bytes = places_of(tensors)
+            return places["address"], kept[1]
+        begins, bytes = places_of(tensors)
         self._in_vain += 1
         # To learn their facts takes longer than to read them once: seldom, where that was in vain.
         is_due = not self._in_vain & (self._in_vain - 1)
-        self._known = KnownTensors.of(tensors) if is_due else None
-        return begins, self._bytes
+        known = KnownTensors.of(tensors) if is_due else None
+        self._kept = None if known is None else (known, bytes)
+        return begins, bytes
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Where the memory of an optimizer was, and whose it is."""
+
+    begins: U64
+    bytes: I64
+    owners: frozenset[int]
 
 
 class SteppedMemory:
     """The memory of tensors that only steps of some optimizers change, as it is when somebody asks for it first.
 
-    bytes_min: shorter tensors are left out. tensors: in the order of their addresses. owners: int64 [n], the number of
-    the optimizer of each.
+    bytes_min: shorter tensors are left out. places: reads where those of each optimizer are. tensors: in the order of
+    their addresses; counted: what the optimizers have, which counts writes that a tensor within it does not (DTensor).
+    owners: int64 [n], the number of the optimizer of each.
     """
 
     def __init__(
@@ -52,26 +67,29 @@ class SteppedMemory:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         *,
         bytes_min: int = 0,
-        places: Callable[[Sequence[torch.Tensor]], tuple[U64, I64]] | None = None,
+        places: Sequence[KeptPlaces] | None = None,
     ) -> None:
-        self._optimizers = tuple(optimizers)  # Kept, so that their ids stay theirs.
+        self._optimizers = tuple(optimizers)
+        self._numbers = {id(item): number for number, item in enumerate(self._optimizers)}
         self._bytes_min = bytes_min
-        self._places = places_of if places is None else places
+        self._places = [KeptPlaces() for _ in optimizers] if places is None else places
         self._is_read = not optimizers
         self._begins, self._bytes = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
         self.tensors: list[torch.Tensor] = []
+        self.counted: list[torch.Tensor] = []
         self.owners: I64 = np.empty(0, dtype=np.int64)
         # An optimizer of tables has a parameter for each, which names it.
         self._tables = {id(table): number for number, item in enumerate(optimizers) for table in _tables_of(item)}
-        self._known: dict[int, tuple[list[int], frozenset[int]]] = {}
+        self._known: list[_Known] = []
 
     def _read(self) -> None:
         """Look where the memory is."""
         self._is_read = True
         found = [_tensors_of(item) for item in self._optimizers]
-        tensors = [tensor for own in found for tensor in own]
-        owners = np.repeat(np.arange(len(found)), [len(own) for own in found])
-        begins, bytes = self._places(tensors)
+        tensors, counted = ([tensor for own in found for tensor in own[part]] for part in (0, 1))
+        owners = np.repeat(np.arange(len(found)), [len(own[0]) for own in found])
+        read = [reader.of(own[0]) for reader, own in zip(self._places, found, strict=True)]
+        begins, bytes = (np.concatenate([own[part] for own in read]) for part in (0, 1))
         order = np.lexsort((bytes, begins))
         order = order[bytes[order] >= self._bytes_min]
         self._begins, self._bytes = begins[order], bytes[order]
@@ -80,11 +98,9 @@ class SteppedMemory:
         # No earlier one reaches further.
         self._reaches = np.maximum.accumulate(self._begins + self._bytes.astype(np.uint64))
         self.tensors = [tensors[number] for number in order.tolist()]
+        self.counted = [counted[number] for number in order.tolist()]
         self.owners = owners[order]
-        self._known = {
-            id(item): (_parameters_of(item), self._owners_of(begins[owners == number], bytes[owners == number]))
-            for number, item in enumerate(self._optimizers)
-        }
+        self._known = [_Known(*own, self._owners_of(*own)) for own in read]
 
     def find(self, begins: U64, bytes: I64) -> I64:
         """Return the number of a tensor that begins where a memory range does and is not shorter; -1: there is none."""
@@ -106,9 +122,17 @@ class SteppedMemory:
 
         Of what `find` has never been asked for, only the tables count.
         """
-        parameters, owners = self._known.get(id(optimizer), (None, frozenset()))
-        if self._known and parameters != _parameters_of(optimizer):
-            owners = self._owners_of(*places_of(_tensors_of(optimizer)))
+        owners: frozenset[int] = frozenset()
+        if self._known:
+            # Where it is now: parameters may have got other memory, also another one's.
+            number = self._numbers.get(id(optimizer))
+            tensors = _tensors_of(optimizer)[0]
+            begins, bytes = places_of(tensors) if number is None else self._places[number].of(tensors)
+            known = None if number is None else self._known[number]
+            if known is not None and np.array_equal(begins, known.begins) and np.array_equal(bytes, known.bytes):
+                owners = known.owners
+            else:
+                owners = self._owners_of(begins, bytes)
         if not self._tables:
             return owners
         return owners.union(self._tables[id(table)] for table in _tables_of(optimizer) if id(table) in self._tables)
@@ -130,11 +154,6 @@ def _are_memory(begins: U64, bytes: I64) -> NDArray[np.bool_]:
     return are
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return by which it is known whether an optimizer still has the parameters that it had."""
-    return [number for group in optimizer.param_groups for number in map(id, group["params"])]
-
-
 def _tables_of(optimizer: torch.optim.Optimizer) -> list[object]:
     return [
         parameter.table
@@ -145,19 +164,16 @@ def _tables_of(optimizer: torch.optim.Optimizer) -> list[object]:
     ]
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _tensors_of(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that an optimizer writes, and what it has of each: a DTensor has one within."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kept = [own for own in map(optimizer.state.get, parameters) if own is not None]
     values = [value for own in kept for value in (own.values() if isinstance(own, Mapping) else (own,))]
     found = parameters + values
-    if _PLAIN.issuperset(map(type, found)):
-        return found
-    return [
-        # What a DTensor holds on this rank.
-        value if type(value) in _PLAIN else getattr(value, "_local_tensor", value)
-        for value in found
-        if isinstance(value, torch.Tensor)
-    ]
+    if not _PLAIN.issuperset(map(type, found)):
+        found = [value for value in found if isinstance(value, torch.Tensor)]
+        return [value if type(value) in _PLAIN else getattr(value, "_local_tensor", value) for value in found], found
+    return found, found
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:

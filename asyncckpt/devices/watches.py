@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from operator import is_
 
 import torch
@@ -40,12 +41,12 @@ class Watch:
     def of_tensors(
         held: Sequence[torch.Tensor], stepped: Sequence[torch.Tensor], name: Callable[[int], str]
     ) -> Watch:
-        """Watch tensors of a state and, over the same memory, those of an optimizer.
+        """Watch tensors of a state and, over the same memory, those of an optimizer, once or several times over.
 
         RuntimeError for an inference tensor, whose writes torch does not count.
         """
-        watched = held if all(map(is_, held, stepped)) else (*held, *stepped)
-        return Watch(held, partial(_versions, watched), name)
+        is_same = all(map(is_, stepped, cycle(held)))
+        return Watch(held, partial(_versions, held if is_same else (*held, *stepped)), name)
 
     def begin(self) -> None:
         """Begin to watch, before the memory may change."""

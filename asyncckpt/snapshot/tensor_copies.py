@@ -95,10 +95,11 @@ def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, se
     for owner in sorted(set(memory.owners[found[stepped]].tolist())):
         own = np.flatnonzero(stepped & (memory.owners[found] == owner))
         numbers, firsts, of = _distinct(tensors[own])
+        places = found[own[firsts]].tolist()
         try:
             watch = Watch.of_tensors(
                 held=[live.tensors[number] for number in numbers.tolist()],
-                stepped=[memory.tensors[number] for number in found[own[firsts]].tolist()],
+                stepped=[part[place] for part in (memory.tensors, memory.counted) for place in places],
                 name=partial(_name_of, live, numbers),
             )
         except RuntimeError:  # Of one of them torch does not count the writes: they are copied now.

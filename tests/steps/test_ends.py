@@ -106,3 +106,13 @@ def test_nothing_of_a_saver_stays_behind_it(tmp_path: Path) -> None:
         gc.collect()
         time.sleep(0.01)
     assert fences() is None
+
+
+def test_an_optimizer_without_a_hash_steps(world: World) -> None:
+    class Unhashable(torch.optim.SGD):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    other = Unhashable([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    world.saver.save_async(1)
+    other.step()

@@ -47,13 +47,20 @@ def of_all_memory(world: World) -> None:
     world.step(torch.optim.SGD([torch.nn.Parameter(world.memory)], lr=1.0, fused=True))
 
 
+def of_memory_that_was_exchanged(world: World) -> None:
+    world.first.data, world.second.data = world.second.data, world.first.data
+    world.step(world.optimizers[1])
+
+
 def of_a_parameter_that_was_another_ones(world: World) -> None:
     """The background stands before a chunk of the other one, whose part is the first."""
     world.optimizers[1].add_param_group({"params": [world.first]})
     world.step(world.optimizers[1])
 
 
-@pytest.mark.parametrize("act", [of_pieces, of_all_memory, of_a_parameter_that_was_another_ones])
+@pytest.mark.parametrize(
+    "act", [of_pieces, of_all_memory, of_memory_that_was_exchanged, of_a_parameter_that_was_another_ones]
+)
 def test_a_step_waits_for_the_memory_that_it_changes(tmp_path: Path, gate: Gate, act: Callable[[World], None]) -> None:
     world = World()
     state = {"first": world.first, "second": world.second}

@@ -83,7 +83,7 @@ class StepFences:
         self._optimizers = list(optimizers)
         self._order = list(range(len(self._optimizers)))  # In which they have stepped last.
         self._guard = Guard()  # Any thread's optimizer comes here, also one that trains something else.
-        self._places = KeptPlaces()
+        self._places = [KeptPlaces() for _ in optimizers]
         self._pending: tuple[Pending, ...] = ()
         self._pid = os.getpid()
         self._uncompiled = StepFences._let_wait
@@ -97,7 +97,7 @@ class StepFences:
         """Return the memory that only steps change. Within a step, none: it has waited already."""
         if not self._optimizers or is_stepping():
             return NOTHING_STEPPED
-        return SteppedMemory(self._optimizers, bytes_min=STEPPED_BYTES_MIN, places=self._places.of)
+        return SteppedMemory(self._optimizers, bytes_min=STEPPED_BYTES_MIN, places=self._places)
 
     def expect(self, pending: Pending) -> None:
         """Let the next step wait for these copies, by the streams of devices; and by itself for those of the host."""

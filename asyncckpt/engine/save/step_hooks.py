@@ -24,7 +24,8 @@ class StepListener(Protocol):
 _guard = Guard()
 _listeners: tuple[weakref.ref[StepListener], ...] = ()
 _are_registered = False
-_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# By identity: an optimizer may have no hash.
+_stepping: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = weakref.WeakValueDictionary()
 
 
 def listen(listener: StepListener) -> None:
@@ -52,8 +53,8 @@ def _before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if listener is not None:
             listener.before_step(optimizer)
     if _listeners:
-        _stepping.add(optimizer)
+        _stepping[id(optimizer)] = optimizer
 
 
 def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _stepping.discard(optimizer)
+    _stepping.pop(id(optimizer), None)
