@@ -32,7 +32,7 @@ import torch
 
 from asyncckpt.devices.stepped_memory import SteppedMemory
 from asyncckpt.devices.watches import TableWatch, Watch
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import DeadlineError
 from asyncckpt.guard import Guard
 from asyncckpt.model.table import WatchedCut
 from asyncckpt.native import I64, U64, core
@@ -290,7 +290,7 @@ class StepCopies:
                 try:
                     for watch in part.watched:
                         watch.check_unchanged()
-                except UsageError as error:
+                except Exception as error:  # Also what a tensor raises that has become another one; not the step's.
                     self._refused = self._refused or error
                 _end(part)
 

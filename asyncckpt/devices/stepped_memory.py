@@ -17,6 +17,7 @@ from asyncckpt.native.torch_calls import KnownTensors
 # Of these by far the most are, so they are asked nothing more.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _bytes_of = attrgetter("nbytes")
+Places = tuple[U64, I64, I64]
 
 
 class KeptPlaces:
@@ -26,23 +27,23 @@ class KeptPlaces:
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[KnownTensors, I64] | None = None
+        self._kept: tuple[KnownTensors, I64, I64] | None = None
         self._in_vain = 0
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:
-        """Return the address and the bytes of every tensor, as `places_of`."""
+    def of(self, tensors: Sequence[torch.Tensor]) -> Places:
+        """Return where tensors are, as `places_of`."""
         kept = self._kept
         places = None if kept is None else kept[0].places(tensors)
         if kept is not None and places is not None:
             self._in_vain = 0
-            return places["address"], kept[1]
-        begins, bytes = places_of(tensors)
+            return places["address"], *kept[1:]
+        found = places_of(tensors)
         self._in_vain += 1
         # To learn their facts takes longer than to read them once: seldom, where that was in vain.
         is_due = not self._in_vain & (self._in_vain - 1)
         known = KnownTensors.of(tensors) if is_due else None
-        self._kept = None if known is None else (known, bytes)
-        return begins, bytes
+        self._kept = None if known is None else (known, *found[1:])
+        return found
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class _Known:
     """Where the memory of an optimizer was, and whose it is."""
 
     begins: U64
-    bytes: I64
+    spans: I64
     owners: frozenset[int]
 
 
@@ -89,18 +90,19 @@ class SteppedMemory:
         tensors, counted = ([tensor for own in found for tensor in own[part]] for part in (0, 1))
         owners = np.repeat(np.arange(len(found)), [len(own[0]) for own in found])
         read = [reader.of(own[0]) for reader, own in zip(self._places, found, strict=True)]
-        begins, bytes = (np.concatenate([own[part] for own in read]) for part in (0, 1))
+        begins = np.concatenate([own[0] for own in read])
+        bytes, spans = (np.concatenate([own[part] for own in read]) for part in (1, 2))
         order = np.lexsort((bytes, begins))
         order = order[bytes[order] >= self._bytes_min]
         self._begins, self._bytes = begins[order], bytes[order]
         # Of those that begin at one address the longest is the last: by it `find` knows them.
         self._is_longest = np.append(self._begins[1:] != self._begins[:-1], True)[: len(order)]
         # No earlier one reaches further.
-        self._reaches = np.maximum.accumulate(self._begins + self._bytes.astype(np.uint64))
+        self._reaches = np.maximum.accumulate(self._begins + spans[order].astype(np.uint64))
         self.tensors = [tensors[number] for number in order.tolist()]
         self.counted = [counted[number] for number in order.tolist()]
         self.owners = owners[order]
-        self._known = [_Known(*own, self._owners_of(*own)) for own in read]
+        self._known = [_Known(own[0], own[2], self._owners_of(own[0], own[2])) for own in read]
 
     def find(self, begins: U64, bytes: I64) -> I64:
         """Return the number of a tensor that begins where a memory range does and is not shorter; -1: there is none."""
@@ -127,20 +129,20 @@ class SteppedMemory:
             # Where it is now: parameters may have got other memory, also another one's.
             number = self._numbers.get(id(optimizer))
             tensors = _tensors_of(optimizer)[0]
-            begins, bytes = places_of(tensors) if number is None else self._places[number].of(tensors)
+            begins, _, spans = places_of(tensors) if number is None else self._places[number].of(tensors)
             known = None if number is None else self._known[number]
-            if known is not None and np.array_equal(begins, known.begins) and np.array_equal(bytes, known.bytes):
+            if known is not None and np.array_equal(begins, known.begins) and np.array_equal(spans, known.spans):
                 owners = known.owners
             else:
-                owners = self._owners_of(begins, bytes)
+                owners = self._owners_of(begins, spans)
         if not self._tables:
             return owners
         return owners.union(self._tables[id(table)] for table in _tables_of(optimizer) if id(table) in self._tables)
 
-    def _owners_of(self, begins: U64, bytes: I64) -> frozenset[int]:
+    def _owners_of(self, begins: U64, spans: I64) -> frozenset[int]:
         """Return the owners of tensors that memory ranges reach into, perhaps also of some that lie in longer ones."""
-        is_memory = _are_memory(begins, bytes)
-        begins, ends = begins[is_memory], begins[is_memory] + bytes[is_memory].astype(np.uint64)
+        is_memory = _are_memory(begins, spans)
+        begins, ends = begins[is_memory], begins[is_memory] + spans[is_memory].astype(np.uint64)
         count = len(self._begins) + 1
         firsts = np.bincount(np.searchsorted(self._reaches, begins, side="right"), minlength=count)
         lasts = np.bincount(np.searchsorted(self._begins, ends, side="left"), minlength=count)
@@ -167,7 +169,8 @@ def _tables_of(optimizer: torch.optim.Optimizer) -> list[object]:
 def _tensors_of(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that an optimizer writes, and what it has of each: a DTensor has one within."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    kept = [own for own in map(optimizer.state.get, parameters) if own is not None]
+    state = optimizer.state if isinstance(optimizer.state, Mapping) else {}
+    kept = [own for own in map(state.get, parameters) if own is not None]
     values = [value for own in kept for value in (own.values() if isinstance(own, Mapping) else (own,))]
     found = parameters + values
     if not _PLAIN.issuperset(map(type, found)):
@@ -176,20 +179,30 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], l
     return found, found
 
 
-def places_of(tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:
-    """Return the address and the bytes of every tensor; no bytes where it has no address (sparse ones, fakes).
+def places_of(tensors: Sequence[torch.Tensor]) -> Places:
+    """Return the address of every tensor, its bytes, and from its first to behind its last one; 0 where it has no
+    address (sparse ones, fakes, what was not made yet).
 
     No tuple for each: thousands of these alive at once would start a full garbage collection.
     """
     count = len(tensors)
     try:
         begins = np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=count)
-        return begins, np.fromiter(map(_bytes_of, tensors), dtype=np.int64, count=count)
-    except RuntimeError:
+        bytes = np.fromiter(map(_bytes_of, tensors), dtype=np.int64, count=count)
+        are_dense = np.fromiter(map(torch.Tensor.is_contiguous, tensors), dtype=np.bool_, count=count)
+    except Exception:  # Tensors of other classes raise what they like.
         if count == 1:
-            return np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)
-    found = [places_of([tensor]) for tensor in tensors]
-    return np.concatenate([begins for begins, _ in found]), np.concatenate([bytes for _, bytes in found])
+            return np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        found = [places_of([tensor]) for tensor in tensors]
+        begins = np.concatenate([own[0] for own in found])
+        bytes, spans = (np.concatenate([own[part] for own in found]) for part in (1, 2))
+        return begins, bytes, spans
+    spans = bytes.copy()
+    for number in np.flatnonzero(~are_dense & (bytes > 0)).tolist():
+        one = tensors[number]
+        last = sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
+        spans[number] = (last + 1) * one.itemsize
+    return begins, bytes, spans
 
 
 # Nothing: shared by all saves, for making it costs a tenth of a millisecond.

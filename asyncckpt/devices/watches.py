@@ -14,6 +14,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import WatchedCut
 from asyncckpt.native import I64
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 COUNT_S_MAX = 1.0
 """How long a table takes at most to count a write of its own."""
 
@@ -46,7 +47,10 @@ class Watch:
         RuntimeError for an inference tensor, whose writes torch does not count.
         """
         is_same = all(map(is_, stepped, cycle(held)))
-        return Watch(held, partial(_versions, held if is_same else (*held, *stepped)), name)
+        counted = held if is_same else (*held, *stepped)
+        # What shares the counter, for the tensor itself may be swapped with another one (torch.utils.swap_tensors).
+        counted = [item.detach() if type(item) in _PLAIN else item for item in counted]
+        return Watch(held, partial(_versions, counted), name)
 
     def begin(self) -> None:
         """Begin to watch, before the memory may change."""

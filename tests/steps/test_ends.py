@@ -8,7 +8,9 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +118,71 @@ def test_an_optimizer_without_a_hash_steps(world: World) -> None:
     other = Unhashable([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     world.saver.save_async(1)
     other.step()
+
+
+class _NoAddress(torch.Tensor):
+    """A tensor whose address nobody may ask for."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.data_ptr:
+            raise TypeError("no address of this")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def _lazy() -> torch.optim.Optimizer:
+    return torch.optim.SGD(torch.nn.LazyLinear(3).parameters(), lr=1.0)
+
+
+def _without_address() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2).as_subclass(_NoAddress))], lr=1.0)  # type: ignore[arg-type]
+
+
+def _with_a_list() -> torch.optim.Optimizer:
+    class Listed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            return None
+
+    made = Listed([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    made.state = [1, 2]  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("make", [_lazy, _without_address, _with_a_list])
+def test_optimizers_like_no_others_step(world: World, gate: Gate, make: Callable[[], torch.optim.Optimizer]) -> None:
+    other, values = make(), world.values()
+    future = world.saver.save_async(1)
+    other.step()
+    world.check(future, 1, values)
+
+
+@pytest.mark.parametrize("make", [_lazy, _without_address, _with_a_list])
+def test_optimizers_like_no_others_may_be_waited_for(
+    tmp_path: Path, gate: Gate, make: Callable[[], torch.optim.Optimizer]
+) -> None:
+    weight, other = torch.nn.Parameter(torch.ones(90)), make()
+    device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0), other])
+    with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device) as saver:
+        future = saver.save_async(1)
+        other.step()
+        future.result(30)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_tensor_that_is_swapped_is_watched(tmp_path: Path, gate: Gate, writes: bool) -> None:
+    weight, other = torch.nn.Parameter(torch.arange(300.0)), torch.nn.Parameter(torch.zeros(300))
+    values = weight.detach().clone()
+    device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0)])
+    with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device) as saver:
+        with gate.held():
+            future = saver.save_async(1)
+            torch.utils.swap_tensors(weight, other)
+            if writes:
+                with torch.no_grad():
+                    other.mul_(2)
+        if writes:
+            with pytest.raises(asyncckpt.UsageError, match="'weight' was changed behind the call"):
+                future.result(30)
+        else:
+            future.result(30)
+            assert torch.equal(asyncckpt.load(tmp_path, step=1)["weight"].detach(), values)

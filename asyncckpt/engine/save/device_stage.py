@@ -128,7 +128,10 @@ class StepFences:
         if self._pending:
             with uninterrupted:
                 for pending in self._pending:
-                    numbers = pending.steps.memory.parts_of(optimizer)
+                    try:
+                        numbers = pending.steps.memory.parts_of(optimizer)
+                    except Exception:  # Not the step's: an optimizer may be like no other.
+                        numbers = frozenset(self._order)
                     if numbers:
                         pending.fence()
                         pending.steps.wait(numbers)

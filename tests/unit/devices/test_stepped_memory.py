@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 import torch
 
-from asyncckpt.devices.stepped_memory import KeptPlaces, SteppedMemory, places_of
-from asyncckpt.native import I64, U64
+from asyncckpt.devices.stepped_memory import KeptPlaces, Places, SteppedMemory, places_of
+from asyncckpt.native import I64
 
 
 def read(*optimizers: torch.optim.Optimizer) -> SteppedMemory:
@@ -70,6 +71,15 @@ def test_an_optimizer_of_pieces_or_of_more_is_known_by_the_memory_that_it_reache
     assert read(*apart, torch.optim.SGD([long])).parts_of(apart[0]) == {0, 2}
 
 
+@pytest.mark.parametrize("view", [lambda memory: memory[::3], lambda memory: memory.view(-1, 10)[:, :2]])
+def test_strided_memory_reaches_as_far_as_its_last_element(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    memory = torch.ones(100)
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(part)]) for part in (memory[:50], memory[50:])]
+    strided = torch.optim.SGD([torch.nn.Parameter(view(memory))])
+    assert read(*optimizers).parts_of(strided) == {0, 1}
+    assert read(*optimizers, strided).parts_of(strided) >= {0, 1}
+
+
 def test_an_optimizer_that_gets_other_parameters_is_looked_at_again() -> None:
     own, more = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(4))
     optimizers = [torch.optim.SGD([own]), torch.optim.SGD([more])]
@@ -113,12 +123,12 @@ def test_short_tensors_are_left_out_and_alone_not_even_looked_at() -> None:
     optimizers = [torch.optim.SGD([short]), torch.optim.SGD([long])]
     asked: list[int] = []
 
-    class Places(KeptPlaces):
-        def of(self, tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:
+    class Counted(KeptPlaces):
+        def of(self, tensors: Sequence[torch.Tensor]) -> Places:
             asked.append(len(tensors))
             return super().of(tensors)
 
-    memory = SteppedMemory(optimizers, bytes_min=100, places=[Places(), Places()])
+    memory = SteppedMemory(optimizers, bytes_min=100, places=[Counted(), Counted()])
     assert found(memory, short).tolist() == [-1]
     assert (asked, memory.parts_of(optimizers[1])) == ([], frozenset())
     numbers = found(memory, short, long)
@@ -135,6 +145,4 @@ def test_kept_places_are_those_that_torch_tells() -> None:
     freed = torch.ones(6)
     freed.untyped_storage().resize_(0)
     for own in (tensors, tensors, others, [*others, torch.eye(3).to_sparse()], others[:1], tensors, [freed, *others]):
-        begins, bytes = kept.of(own)
-        wanted = places_of(own)
-        assert (begins.tolist(), bytes.tolist()) == (wanted[0].tolist(), wanted[1].tolist())
+        assert [part.tolist() for part in kept.of(own)] == [part.tolist() for part in places_of(own)]
