@@ -135,6 +135,8 @@ class SteppedMemory:
                 owners = known.owners
             else:
                 owners = self._owners_of(begins, spans)
+            if number is not None:  # Its own, too: what it has left is still to be compared with what it was.
+                owners |= {number}
         if not self._tables:
             return owners
         return owners.union(self._tables[id(table)] for table in _tables_of(optimizer) if id(table) in self._tables)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.devices import watches
 from asyncckpt.staging.pool import pool
 from tests.steps.gate import Gate
 from tests.steps.world import World, load_optimizer
@@ -186,3 +187,53 @@ def test_a_tensor_that_is_swapped_is_watched(tmp_path: Path, gate: Gate, writes:
         else:
             future.result(30)
             assert torch.equal(asyncckpt.load(tmp_path, step=1)["weight"].detach(), values)
+
+
+def test_what_a_step_has_left_behind_is_as_it_was(tmp_path: Path, gate: Gate) -> None:
+    weight = torch.nn.Parameter(torch.arange(300.0))
+    optimizer, values = torch.optim.SGD([weight], lr=1.0), torch.arange(300.0)
+    weight.grad = torch.ones(300)
+    device = asyncckpt.DeviceOptions(optimizers=[optimizer])
+    with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device) as saver:
+        future = saver.save_async(1)
+        weight.data = weight.data.clone()
+        optimizer.step()
+        future.result(30)
+    assert torch.equal(asyncckpt.load(tmp_path, step=1)["weight"].detach(), values)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no signal for users")
+def test_a_handler_that_saves_while_a_step_waits_has_what_was_there(world: World, gate: Gate) -> None:
+    values, saved = world.values(), list[asyncckpt.SaveFuture]()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.2)
+        gate.open()
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: saved.append(world.saver.save_async(2)))
+    try:
+        with gate.held():
+            future = world.saver.save_async(1)
+            gate.await_copier()
+            threading.Timer(0.2, interrupt).start()
+            world.step()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    world.check(future, 1, values)
+    world.check(saved[0], 2, values)
+
+
+def test_a_write_that_torch_counts_late_is_seen(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, ended = torch.nn.Parameter(torch.arange(300.0)), list[float]()
+    counts_of = watches._versions
+    is_over = lambda: bool(ended) and time.monotonic() > ended[0]  # noqa: E731
+    monkeypatch.setattr(watches, "_versions", lambda of: [count + is_over() for count in counts_of(of)])
+    device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0)])
+    with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device, durability="none") as saver:
+        future = saver.save_async(1)
+        ended.append(time.monotonic() + 0.1)
+        with pytest.raises(asyncckpt.UsageError, match="'weight' was changed behind the call"):
+            future.result(30)

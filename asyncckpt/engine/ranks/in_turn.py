@@ -138,6 +138,7 @@ class StepInTurn:
         transaction = await run_on(committer, self._begun, job)
         written = await run_on(workers, write_files, job, transaction.place, transaction.attempt)
         self._check_goes_on(rank)
+        await job.let_writes_end()
         job.enter(FutureState.COMMITTING)
         self.writers.update(owners)
         self.roots.append(job.target.root)

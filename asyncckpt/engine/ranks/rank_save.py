@@ -173,6 +173,7 @@ class RankSave:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.stopped.wait(), self.ranks.limits.alive_s)
             raise
+        await job.let_writes_end()
         job.enter(FutureState.COMMITTING)
         if self.ranks.is_coordinator:
             return {"structure": written.structure}

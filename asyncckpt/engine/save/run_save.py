@@ -99,6 +99,7 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
 async def _save(job: SaveJob) -> SaveResult | Outcome:
     if job.staged is not None:
         await run_on(workers, job.recorder.timed("devices", job.staged.pending.settle))
+        job.staged_at = time.monotonic()
         job.future.mark_staged()
     share = job.cut.share
     await _let_retention_catch_up(job)
@@ -141,6 +142,7 @@ async def _save_alone(job: SaveJob) -> Committed:
     parents = () if job.choice.base is None else job.choice.base.chain
     try:
         written = await run_on(workers, write_files, job, transaction.place, transaction.attempt)
+        await job.let_writes_end()
         job.enter(FutureState.COMMITTING)
         facts = {"values": job.values, "metadata": job.metadata, "parents": parents, "times": job.times()}
         head = transaction.head(files=written.files, **facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -41,6 +42,9 @@ from asyncckpt.plan.regions import CapturedTable, RegionCache, RegionFilesCache
 from asyncckpt.plan.save_plan import PlanCache, SavePlan
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
+
+WRITE_S_MAX = 0.25
+"""How long a write to a tensor takes that has begun before it was copied."""
 
 
 @dataclass
@@ -132,7 +136,8 @@ class SaveJob:
     plan    of what is not in regions
     choice  full or delta, and the rows of every table by its number among the cuts
 
-    begun_us: so long after the call the background has begun with it.
+    begun_us: so long after the call the background has begun with it. staged_at: when all was copied, by the monotonic
+    clock.
     """
 
     target: SaveTarget
@@ -150,6 +155,7 @@ class SaveJob:
     recorder: Recorder
     stall_seconds: float = 0.0
     begun_us: int = 0
+    staged_at: float = 0.0
 
     @property
     def step(self) -> int:
@@ -176,6 +182,12 @@ class SaveJob:
             begun_us=self.begun_us,
             written_us=self.since_call_us(),
         )
+
+    async def let_writes_end(self) -> None:
+        """Wait for writes to what no step has asked for, as long as one may take: torch counts them when they end."""
+        until = self.staged_at + WRITE_S_MAX
+        while self.staged is not None and self.staged.pending.steps.is_open and time.monotonic() < until:
+            await asyncio.sleep(0.01)
 
     def enter(self, state: FutureState) -> None:
         """Enter the next state, unless the save was cancelled, or refused because the state was changed too early."""

@@ -48,12 +48,18 @@ def is_stepping() -> bool:
 
 
 def _before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for known in _listeners:
-        listener = known()
-        if listener is not None:
-            listener.before_step(optimizer)
-    if _listeners:
-        _stepping[id(optimizer)] = optimizer
+    if not _listeners:
+        return
+    # First: a save that a signal handler makes while a listener waits would be behind what that has waited for.
+    _stepping[id(optimizer)] = optimizer
+    try:
+        for known in _listeners:
+            listener = known()
+            if listener is not None:
+                listener.before_step(optimizer)
+    except BaseException:  # The step does not begin.
+        _stepping.pop(id(optimizer), None)
+        raise
 
 
 def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
