@@ -2,8 +2,8 @@
 
 Every rank reads the manifest and opens the files by itself, at once, so that retention takes nothing away while DCP
 plans. That all of them read the same checkpoint is checked before any target is touched. Chunks get to their targets as
-they do for a Loader: straight into place, or by windows (snapshot/boxes.py). With verify, every chunk that a rank needs
-anything of is read whole, for its digest.
+they do for a Loader: straight into place, or by windows (snapshot/boxes.py). With verify, the leaves
+that hold what a rank needs of a chunk are read, for their digests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StorageReader(DcpStorageReader):
 
     path      the directory
     step      None: the newest
-    verify    check the digest of everything that is read; False reads of a resharded tensor only the rows needed
+    verify    check the digests of everything that is read; False reads of a resharded tensor only the rows needed
 
     Dense tensors and plain values, by their dotted names; tables are loaded by asyncckpt.Loader. Raises NotFoundError,
     CorruptError, IncompatibleError, UnsupportedError (newer versions of DCP raise an AssertionError that quotes them).

@@ -21,6 +21,7 @@ from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_na
 from asyncckpt.format.strict_json import Json, looks_like
 from asyncckpt.format.tree import Node
 from asyncckpt.model.block import PlacedBlock, TableFacts
+from asyncckpt.model.leaf import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 
 FORMAT = "asyncckpt"
@@ -51,11 +52,28 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """One block as the manifest lists it."""
+    """One block as the manifest lists it.
+
+    leaf_digests: of its leaves, 16 bytes each; empty where there is only one, or an earlier version wrote it.
+    """
 
     placed: PlacedBlock
     digest: bytes
     filtered: bool
+    leaf_digests: bytes = b""
+
+    def part_around(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the smallest range of its bytes that holds these and has a digest: without those of leaves, all."""
+        if not self.leaf_digests or begin >= end:
+            return 0, self.placed.spec.bytes
+        return begin // LEAF_BYTES * LEAF_BYTES, min(-(-end // LEAF_BYTES) * LEAF_BYTES, self.placed.spec.bytes)
+
+    def digest_of(self, begin: int, end: int) -> bytes:
+        """Return the digest of a range that `part_around` has returned."""
+        if (begin, end) == (0, self.placed.spec.bytes):
+            return self.digest
+        first, last = begin // LEAF_BYTES, -(-end // LEAF_BYTES)
+        return xxhash.xxh3_128_digest(self.leaf_digests[first * DIGEST_BYTES : last * DIGEST_BYTES])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
+import xxhash
+
 from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
 from asyncckpt.format.body_features import features_of, features_of_sharing
@@ -23,10 +25,12 @@ from asyncckpt.format.sharing import decode_sharing
 from asyncckpt.format.strict_json import Fields
 from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves, tensor_paths
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, PlacedBlock, TableFacts
+from asyncckpt.model.leaf import DIGEST_BYTES, leaves_count
 from asyncckpt.model.table import Role
 from asyncckpt.model.table_shard import is_shard
 
 _PAD_NAME = re.compile(r"#pad\.[0-9]+")
+_HEX = re.compile("[0-9a-f]+")
 
 
 def decode_manifest(raw: bytes, name: str) -> Manifest:
@@ -259,7 +263,26 @@ def _block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -
         )
     key = fields.optional_text("key")
     placed = PlacedBlock(spec=spec, key=name if key is None else key, file_index=first_file + file_index, offset=offset)
-    return BlockFacts(placed=placed, digest=fields.digest("digest"), filtered=fields.flag("filtered", default=False))
+    digest = fields.digest("digest")
+    return BlockFacts(
+        placed=placed,
+        digest=digest,
+        filtered=fields.flag("filtered", default=False),
+        leaf_digests=_leaf_digests(fields, size, digest),
+    )
+
+
+def _leaf_digests(fields: Fields, size: int, digest: bytes) -> bytes:
+    """Return the digests of the leaves, of which the block's own is made; empty where there are none."""
+    if fields.absent("leaf_digests"):
+        return b""
+    text = fields.text("leaf_digests")
+    if not _HEX.fullmatch(text) or len(text) != 2 * DIGEST_BYTES * leaves_count(size):
+        raise fields.wrong("leaf_digests", f"{leaves_count(size)} digests of 32 lower-case hexadecimal digits")
+    leaves = bytes.fromhex(text)
+    if xxhash.xxh3_128_digest(leaves) != digest:
+        raise fields.wrong("leaf_digests", "those of which the digest is made")
+    return leaves
 
 
 def _column_begins(fields: Fields, shape: Sequence[int], whole: Sequence[int] | None) -> tuple[int, ...]:

@@ -31,7 +31,9 @@ from asyncckpt.format.sharing import encode_sharing
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.tree import Node, encode_tree
 from asyncckpt.model.block import PlacedBlock, TableFacts
+from asyncckpt.model.leaf import leaves_count
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
+from asyncckpt.native import row_begins
 
 _HOLE = b"-" * 32
 # The two hexadecimal digits of every byte value, uint8 [256, 2].
@@ -40,13 +42,15 @@ _HEX = np.frombuffer("".join(f"{value:02x}" for value in range(256)).encode(), d
 
 @dataclass(frozen=True)
 class BodyTemplate:
-    """Tables, tree and blocks as JSON text with a hole of 32 characters, beginning at `holes`, for a block's digest.
+    """Tables, tree and blocks as JSON text with a hole of 32 characters, beginning at `holes`, for each digest of a
+    block or a leaf, in the order of native/digest_rows.py.
 
     features: what it asks of a reader. tables_end: where the text of the tables ends.
     """
 
     text: bytes
     holes: NDArray[np.int64]
+    blocks_count: int = 0
     features: frozenset[str] = field(default=frozenset())
     tables_end: int = 0
 
@@ -69,21 +73,28 @@ def extend_body(
     body: BodyTemplate, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
 ) -> BodyTemplate:
     """Return the body with these tables, and with further blocks behind its own: without rendering those again."""
-    limits.check_blocks_count(len(body.holes) + len(blocks))
+    limits.check_blocks_count(body.blocks_count + len(blocks))
     limits.check_tables(tables)
     listed = b'"tables":%s' % dumps([_table_json(table) for table in tables])
     own = listed + body.text[body.tables_end : -1]
-    if len(body.holes) and blocks:
+    if body.blocks_count and blocks:
         own += b","
     rendered = [_block_text(placed, filtered=number in filtered) for number, placed in enumerate(blocks)]
     lengths = np.fromiter((len(part) + 1 for part in rendered), dtype=np.int64, count=len(rendered))
-    # The last of a block's members is its digest.
-    holes = len(own) + np.cumsum(lengths) - 1 - len(b'"}') - 32
+    # The last of a block's members is its digest, the one before it those of its leaves.
+    digests = len(own) + np.cumsum(lengths) - 1 - len(b'"}') - 32
+    begins = row_begins([placed.spec.bytes for placed in blocks])
+    holes = np.empty(begins[-1], dtype=np.int64)
+    holes[begins[:-1]] = digests
+    for number in np.flatnonzero(np.diff(begins) > 1).tolist():
+        leaves = holes[begins[number] + 1 : begins[number + 1]]
+        leaves[:] = digests[number] - len(b'","digest":"') - 32 * np.arange(len(leaves), 0, -1)
     text = own + b",".join(rendered) + b"]"
     assert all(text[hole : hole + 32] == _HOLE for hole in holes[:3].tolist())
     return BodyTemplate(
         text=text,
         holes=np.concatenate([body.holes + len(listed) - body.tables_end, holes]),
+        blocks_count=body.blocks_count + len(blocks),
         features=body.features | features_of(blocks),
         tables_end=len(listed),
     )
@@ -100,7 +111,7 @@ class PartText:
 def encode_part(
     files: Sequence[FileFacts], values: Sequence[Json], body: BodyTemplate, digests: NDArray[np.uint8]
 ) -> PartText:
-    """Render the part of a rank other than 0; digests (uint8 [blocks, 16]) go into the holes of the body."""
+    """Render the part of a rank other than 0; digests (native/digest_rows.py) go into the holes of the body."""
     limits.check_values_count(len(values))
     begin = dumps({"files": [_file_json(file) for file in files], "values": list(values)})[:-1] + b","
     limits.check_manifest_bytes(len(begin) + len(body.text))
@@ -117,7 +128,7 @@ def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8],
 def encode_manifest(
     head: ManifestHead, body: BodyTemplate, digests: NDArray[np.uint8], others: Sequence[PartText] = ()
 ) -> bytearray:
-    """Return the bytes of a manifest file; digests (uint8 [blocks, 16]) go into the holes of the body.
+    """Return the bytes of a manifest file; digests (native/digest_rows.py) go into the holes of the body.
 
     others: the parts of ranks 1, 2, ... of a checkpoint of several, with their files. All in one buffer: for thousands
     of blocks it is megabytes, and fresh memory is slow.
@@ -213,5 +224,7 @@ def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
     if filtered:
         parts.append(',"filtered":true')
     parts.append(f',"file":{placed.file_index},"offset":{placed.offset},"bytes":{spec.bytes}')
+    if leaves := leaves_count(spec.bytes):
+        parts.append(f',"leaf_digests":"{_HOLE.decode() * leaves}"')
     parts.append(f',"digest":"{_HOLE.decode()}"}}')
     return "".join(parts).encode("utf-8")

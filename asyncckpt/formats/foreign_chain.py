@@ -93,7 +93,7 @@ class ForeignReader(ChainReader):
     def _open(self, data: ReadFolder, manifest: Manifest, wanted: Collection[int] | None) -> FilesOfManifest:
         return _Borrowed(self._data_files)
 
-    def check(self, number: int, digest: bytes) -> None:
+    def check(self, number: int, digest: bytes, *, begin: int = 0, end: int | None = None) -> None:
         """Take note that a block was read: there is nothing to compare it with."""
         self.pass_over(number)
 

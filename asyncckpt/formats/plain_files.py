@@ -23,7 +23,7 @@ from asyncckpt.format.names import Attempt
 from asyncckpt.formats.data_files import FileArray, OpenArrays, digest_of
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import Progress
+from asyncckpt.native import Progress, row_begins
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan, ImagePlan
 from asyncckpt.shard.target import ShardTarget
@@ -98,7 +98,8 @@ def write_plain_files(
     )
     target = _Target(folder, Attempt.new(0), options, progress, written=written)
     _, digests = write_apart(image, [array.source for _, arrays in files for array in arrays], target)
-    keyed = {block.key: digest.tobytes() for block, digest in zip(placed, digests, strict=True)}
+    begins = row_begins(image.lengths)[:-1]
+    keyed = {block.key: digest.tobytes() for block, digest in zip(placed, digests[begins], strict=True)}
     return WrittenArrays(sum(plan.bytes for plan in plans), keyed)
 
 

@@ -13,13 +13,12 @@ import os
 import sys
 
 from asyncckpt.errors import warn
+from asyncckpt.model.leaf import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.native.contract import (
     BFLOAT16,
-    DIGEST_BYTES,
     FLOAT16,
     FLOAT32,
     I64,
-    LEAF_BYTES,
     PAGE_BYTES,
     U8,
     U64,
@@ -39,6 +38,7 @@ from asyncckpt.native.contract import (
     paged,
 )
 from asyncckpt.native.declarations import UnusableLibrary
+from asyncckpt.native.digest_rows import row_begins
 from asyncckpt.native.library import NativeCore
 from asyncckpt.native.row_rules import Rule, new_values
 from asyncckpt.native.twin import TwinCore, memory_at
@@ -105,4 +105,5 @@ __all__ = [
     "memory_at",
     "new_values",
     "paged",
+    "row_begins",
 ]

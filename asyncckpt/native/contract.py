@@ -19,8 +19,6 @@ from asyncckpt.native.row_rules import Rule
 from asyncckpt.native.tensors import Places, PythonCalls, TensorFacts, TorchCalls
 
 PAGE_BYTES = 4096
-LEAF_BYTES = 4 << 20
-DIGEST_BYTES = 16
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -177,6 +175,10 @@ class Digester(Protocol):
         """Return the 16-byte digest and start again."""
         ...
 
+    def end_rows(self) -> U8:
+        """Return the digest with those of the leaves (digest_rows.py) and start again."""
+        ...
+
 
 class IdMap(Protocol):
     """int64 id -> row; see ac_idmap_* in asyncckpt.h. Used by one thread at a time."""
@@ -273,13 +275,15 @@ class Core(Protocol):
         """Request huge pages for memory that was not touched yet; the system may refuse."""
         ...
 
-    def digest(self, spans: U64, *, threads: int = 1) -> U8:
-        """Return digests, uint8 [n, 16], of spans, uint64 [n, 2] of (address, bytes)."""
+    def digest(self, spans: U64, *, threads: int = 1, leaves: bool = False) -> U8:
+        """Return digests, uint8 [n, 16], of spans, uint64 [n, 2] of (address, bytes); leaves: with those of their
+        leaves, as digest_rows.py says."""
         ...
 
     def digester(self) -> Digester: ...
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
-        """Write all files and return the digests of spans, uint8 [n, 16]. Raises CoreIOError or CancelledDrain."""
+        """Write all files and return the digests of spans with those of their leaves, as digest_rows.py says. Raises
+        CoreIOError or CancelledDrain."""
         ...
 
     def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None: ...

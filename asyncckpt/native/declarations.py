@@ -12,7 +12,7 @@ from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint8, c_uint32, c_uint
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 LIBRARY_NAME = "libasyncckpt.so"
 
 # It reads objects of Python, which another thread might change meanwhile.
@@ -96,14 +96,17 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_memory_touch": (c_int32, [c_void_p, c_uint64, c_uint64, c_uint32, _ERROR]),
     "ac_memory_unmap": (c_int32, [c_void_p, c_uint64, _ERROR]),
     "ac_memory_advise_huge": (None, [c_void_p, c_uint64]),
-    "ac_digest": (c_int32, [c_void_p, c_uint64, c_void_p, c_uint32, _ERROR]),
+    "ac_digest": (c_int32, [c_void_p, c_uint64, c_void_p, c_void_p, c_uint32, _ERROR]),
     "ac_digester_new": (c_void_p, []),
-    "ac_digester_update": (None, [c_void_p, c_void_p, c_uint64]),
-    "ac_digester_end": (None, [c_void_p, c_void_p]),
+    "ac_digester_update": (c_int32, [c_void_p, c_void_p, c_uint64, _ERROR]),
+    "ac_digester_end": (None, [c_void_p, c_void_p, c_void_p]),
     "ac_digester_free": (None, [c_void_p]),
     "ac_drain": (
         c_int32,
-        [c_void_p, c_uint64, c_void_p, c_uint64, c_void_p, POINTER(AcDrainOptions), c_void_p, c_void_p, _ERROR],
+        [
+            *(c_void_p, c_uint64, c_void_p, c_uint64, c_void_p, c_void_p),
+            *(POINTER(AcDrainOptions), c_void_p, c_void_p, _ERROR),
+        ],
     ),
     "ac_write": (c_int32, [c_int32, c_void_p, c_uint64, c_uint64, c_int32, _ERROR]),
     "ac_read": (c_int32, [c_void_p, c_uint64, c_void_p, POINTER(AcReadOptions), c_void_p, c_void_p, _ERROR]),

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncckpt.model.leaf import DIGEST_BYTES, LEAF_BYTES, leaves_count
 from asyncckpt.native import contract
 from asyncckpt.native.contract import (
-    DIGEST_BYTES,
     I64,
     U8,
     U64,
@@ -48,6 +48,7 @@ from asyncckpt.native.declarations import (
     AcTorch,
     load_library,
 )
+from asyncckpt.native.digest_rows import joined_rows
 from asyncckpt.native.tensors import PLACE, Places, PythonCalls, TensorFacts, TorchCalls
 from asyncckpt.signals import uninterrupted
 
@@ -163,11 +164,12 @@ class NativeCore:
     def advise_huge(self, address: int, bytes: int) -> None:
         self._library.ac_memory_advise_huge(address, bytes)
 
-    def digest(self, spans: U64, *, threads: int = 1) -> U8:
+    def digest(self, spans: U64, *, threads: int = 1, leaves: bool = False) -> U8:
         contract.check_table(spans, columns_count=2, name="spans")
-        digests = _empty_digests(len(spans))
-        call(self._library.ac_digest, spans.ctypes.data, len(spans), digests.ctypes.data, threads)
-        return digests
+        digests, of_leaves = _empty_digests(len(spans)), _empty_digests(_leaves_of(spans) if leaves else 0)
+        room = of_leaves.ctypes.data if leaves else None
+        call(self._library.ac_digest, spans.ctypes.data, len(spans), digests.ctypes.data, room, threads)
+        return joined_rows(spans[:, 1], digests, of_leaves) if leaves else digests
 
     def digester(self) -> Digester:
         return NativeDigester(self._library)
@@ -180,11 +182,11 @@ class NativeCore:
             AcFile(table.ctypes.data, len(table), file.fd, file.direct)
             for file, table in zip(files, extents, strict=True)
         ]
-        digests = _empty_digests(len(spans))
-        places = spans.ctypes.data, len(spans), digests.ctypes.data
+        digests, leaves = _empty_digests(len(spans)), _empty_digests(_leaves_of(spans))
+        places = spans.ctypes.data, len(spans), digests.ctypes.data, leaves.ctypes.data
         settings = byref(AcDrainOptions(*astuple(options)))
         call(self._library.ac_drain, (AcFile * len(files))(*tables), len(files), *places, settings, *_shared(progress))
-        return digests
+        return joined_rows(spans[:, 1], digests, leaves)
 
     def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None:
         call(self._library.ac_write, fd, address, bytes, offset, direct)
@@ -205,6 +207,10 @@ class NativeCore:
 
 def _empty_digests(count: int) -> U8:
     return np.empty((count, DIGEST_BYTES), dtype=np.uint8)
+
+
+def _leaves_of(spans: U64) -> int:
+    return int((-(-spans[:, 1].astype(np.int64) // LEAF_BYTES)).sum())
 
 
 def _shared(progress: Progress) -> tuple[int, int]:
@@ -303,14 +309,21 @@ class NativeDigester:
         with uninterrupted:
             self._handle = _handle_of(library.ac_digester_new())
             weakref.finalize(self, library.ac_digester_free, self._handle).atexit = False
+        self._bytes = 0
 
     def update(self, address: int, bytes: int) -> None:
-        self._library.ac_digester_update(self._handle, address, bytes)
+        call(self._library.ac_digester_update, self._handle, address, bytes)
+        self._bytes += bytes
 
     def end(self) -> bytes:
-        digest = ctypes.create_string_buffer(DIGEST_BYTES)
-        self._library.ac_digester_end(self._handle, digest)
-        return digest.raw
+        return bytes(self.end_rows()[0])
+
+    def end_rows(self) -> U8:
+        bytes, self._bytes = self._bytes, 0
+        leaves = leaves_count(bytes)
+        rows = _empty_digests(max(2, 1 + leaves))
+        self._library.ac_digester_end(self._handle, rows.ctypes.data, rows[1:].ctypes.data)
+        return rows[: 1 + leaves]
 
 
 class NativeIdMap:

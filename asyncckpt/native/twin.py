@@ -16,10 +16,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncckpt import system
+from asyncckpt.model.leaf import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.native.contract import (
-    DIGEST_BYTES,
     I64,
-    LEAF_BYTES,
     PAGE_BYTES,
     U8,
     U64,
@@ -58,10 +57,10 @@ def memory_at(address: int, bytes: int) -> memoryview:
     return memoryview((ctypes.c_uint8 * bytes).from_address(address)).cast("B") if bytes else memoryview(bytearray())
 
 
-def _digest_of(data: memoryview) -> bytes:
+def _rows_of(data: memoryview) -> U8:
     digester = TwinDigester()
     digester.update_from(data)
-    return digester.end()
+    return digester.end_rows()
 
 
 class TwinDigester:
@@ -81,11 +80,15 @@ class TwinDigester:
                 self._end_leaf()
 
     def end(self) -> bytes:
+        return bytes(self.end_rows()[0])
+
+    def end_rows(self) -> U8:
         if self._leaf_bytes:
             self._end_leaf()
-        digest = xxhash.xxh3_128(b"".join(self._leaf_digests)).digest()
+        leaves = b"".join(self._leaf_digests)
+        own = leaves if len(self._leaf_digests) > 1 else b""
         self._restart()
-        return digest
+        return np.frombuffer(xxhash.xxh3_128(leaves).digest() + own, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
     def _restart(self) -> None:
         self._leaf = xxhash.xxh3_128()
@@ -203,8 +206,8 @@ class TwinCore:
     def advise_huge(self, address: int, bytes: int) -> None:
         """Do nothing: a system may refuse, too."""
 
-    def digest(self, spans: U64, *, threads: int = 1) -> U8:
-        return self._digests(spans, Progress())
+    def digest(self, spans: U64, *, threads: int = 1, leaves: bool = False) -> U8:
+        return self._digests(spans, Progress(), leaves=leaves)
 
     def digester(self) -> Digester:
         return TwinDigester()
@@ -217,7 +220,7 @@ class TwinCore:
                 self._write_file(file, options, progress)
             except OSError as error:
                 raise _io_error(error, f"cannot write file {item} of {file.bytes} bytes", item) from error
-        return self._digests(spans, progress)
+        return self._digests(spans, progress, leaves=True)
 
     def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None:
         if direct and (address | bytes | offset) % PAGE_BYTES:
@@ -238,18 +241,20 @@ class TwinCore:
             except OSError as error:
                 raise _io_error(error, f"cannot read {bytes} bytes at offset {offset}", item) from error
         # The spans are the places without their file offsets.
-        return self._digests(np.ascontiguousarray(reads.places[:, [0, 2]]), progress) if digests else None
+        spans = np.ascontiguousarray(reads.places[:, [0, 2]])
+        return self._digests(spans, progress, leaves=False) if digests else None
 
     def id_map(self, capacity: int) -> IdMap:
         return TwinIdMap()
 
-    def _digests(self, spans: U64, progress: Progress) -> U8:
+    def _digests(self, spans: U64, progress: Progress, *, leaves: bool) -> U8:
         check_table(spans, columns_count=2, name="spans")
-        digests = np.empty((len(spans), DIGEST_BYTES), dtype=np.uint8)
-        for index, (address, bytes) in enumerate(spans.tolist()):
+        found = [np.empty((0, DIGEST_BYTES), dtype=np.uint8)]
+        for address, bytes in spans.tolist():
             _check_cancelled(progress)
-            digests[index] = np.frombuffer(_digest_of(memory_at(address, bytes)), dtype=np.uint8)
-        return digests
+            rows = _rows_of(memory_at(address, bytes))
+            found.append(rows if leaves else rows[:1])
+        return np.concatenate(found)
 
     def _write_file(self, file: FileImage, options: DrainOptions, progress: Progress) -> None:
         _clear_direct(file.fd)

@@ -28,7 +28,7 @@ def drain_images(
 ) -> tuple[tuple[FileFacts, ...], U8]:
     """Write every file of some images, each with where it begins in the arena.
 
-    Returns the files' facts and the digests of the blocks (uint8 [blocks, 16]).
+    Returns the files' facts and the digests of the blocks, with those of their leaves (native/digest_rows.py).
     """
     address = int(arena.ctypes.data)
     facts: list[FileFacts] = []
@@ -54,7 +54,7 @@ def drain_images(
     spans = np.ascontiguousarray(np.stack([places, lengths], axis=1).astype(np.uint64))
     if isinstance(target.folder, StoreFolder):
         with target.recorder.span("drain"):
-            digests = core.digest(spans)
+            digests = core.digest(spans, leaves=True)
             _send_all(target.folder, files, extents, target)
         return tuple(facts), digests
     with ShardFiles(target, files) as shards:

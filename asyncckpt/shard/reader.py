@@ -238,18 +238,22 @@ class ChainReader:
         """Return whether all of these blocks that hold bytes were read in full and found sound, or passed over."""
         return all(number in self._checked for number in numbers if self.block(number).placed.spec.bytes)
 
-    def check(self, number: int, digest: bytes) -> None:
-        """Raise CorruptError when a block's bytes are not those that were written."""
+    def check(self, number: int, digest: bytes, *, begin: int = 0, end: int | None = None) -> None:
+        """Raise CorruptError when a block's bytes are not those that were written. begin, end: of a part that has a
+        digest (BlockFacts.part_around)."""
         block, manifest = self.block(number), self._chain.manifests[self._place_of(number)]
-        if digest == block.digest:
-            self._checked.add(number)
+        size = block.placed.spec.bytes
+        expected = block.digest_of(begin, size if end is None else end)
+        if digest == expected:
+            if (begin, end) in ((0, None), (0, size)):
+                self._checked.add(number)
             return
         file = manifest.head.files[block.placed.file_index]
         raise CorruptError(
             f"shard file {file.path!r} of step {manifest.step} is corrupt: block {block.placed.spec.name!r} at "
             f"offset {block.placed.offset} has another digest",
             found=digest.hex(),
-            expected=block.digest.hex(),
+            expected=expected.hex(),
             hint="targets of a load may hold parts of this damaged step: load another one before using them",
         )
 

@@ -29,7 +29,7 @@ from asyncckpt.devices.fetch import to_host_all
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.model.source import ByteSource, DeviceRows, RestartingSource, one_behind_the_other
 from asyncckpt.model.table import DeferredCut
-from asyncckpt.native import DIGEST_BYTES, U8, core
+from asyncckpt.native import DIGEST_BYTES, I64, U8, core, row_begins
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.deferred_tables import DeferredTables, Window
 from asyncckpt.plan.image import FilePlan, ImagePlan
@@ -90,9 +90,9 @@ def stream_sources(
     *,
     buffers: Sequence[int],
     writer: Executor,
-) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
-    """Write every file; `sources` and the returned digests (uint8 [blocks, 16]) are in the plan's block order."""
-    digests = np.zeros((len(plan.blocks), DIGEST_BYTES), dtype=np.uint8)
+) -> tuple[tuple[FileFacts, ...], U8]:
+    """Write every file; `sources` and the returned digests (native/digest_rows.py) are in the plan's block order."""
+    digests = _Digests(plan.lengths)
 
     def chunks_of(number: int, header: bytes) -> Iterator[Chunk]:
         file = plan.files[number]
@@ -101,7 +101,20 @@ def stream_sources(
             end = min(begin + CHUNK_BYTES, file.bytes)
             yield Chunk(begin, end - begin, partial(stream.fill, begin, end), is_written=end <= stream.reused_bytes)
 
-    return write_chunks(plan.files, chunks_of, target, buffers=buffers, writer=writer), digests
+    return write_chunks(plan.files, chunks_of, target, buffers=buffers, writer=writer), digests.rows
+
+
+class _Digests:
+    """The digests of blocks of these bytes, as they come."""
+
+    def __init__(self, bytes: I64) -> None:
+        self._begins = row_begins(bytes)
+        self.rows = np.zeros((int(self._begins[-1]), DIGEST_BYTES), dtype=np.uint8)
+
+    def put(self, numbers: Sequence[int], rows: U8) -> None:
+        """Set those of some blocks, one behind the other."""
+        places = [np.arange(self._begins[number], self._begins[number + 1]) for number in numbers]
+        self.rows[np.concatenate(places)] = rows
 
 
 class _FileStream:
@@ -117,7 +130,7 @@ class _FileStream:
         file: FilePlan,
         header: bytes,
         sources: Sequence[ByteSource],
-        digests: NDArray[np.uint8],
+        digests: _Digests,
         target: ShardTarget,
     ) -> None:
         self._name, self._target = file.name, target
@@ -128,8 +141,10 @@ class _FileStream:
         self._sources = sources
         self._digests = digests
         self._digester = core.digester()
-        empty = [number for number in file.blocks if plan.lengths[number] == 0]
-        self._digests[empty] = np.frombuffer(self._digester.end(), dtype=np.uint8)
+        nothing = self._digester.end_rows()
+        for number in file.blocks:
+            if plan.lengths[number] == 0:
+                self._digests.put([number], nothing)
         self.reused_bytes = self._reusable(min(target.sound_bytes(file.name), file.bytes))
         if target.written is not None:
             target.written.reused_bytes += self.reused_bytes
@@ -163,8 +178,7 @@ class _FileStream:
             at, stop = max(begin, self._begins[position]), min(end, self._ends[position])
             self._digester.update(address + at - begin, stop - at)
             if stop == self._ends[position]:
-                digest = self._digester.end()
-                self._digests[self._numbers[position]] = np.frombuffer(digest, dtype=np.uint8)
+                self._digests.put([self._numbers[position]], self._digester.end_rows())
 
     def _between(self, begin: int, end: int) -> range:
         """Return the positions of the blocks that have bytes in [begin, end)."""
@@ -205,8 +219,9 @@ def export_tables(
     buffers: Sequence[int],
     writer: Executor,
 ) -> tuple[tuple[FileFacts, ...], U8]:
-    """Write a file per table; return their facts and the digests of their blocks in manifest order (uint8 [n, 16])."""
-    digests = np.zeros((len(opened.blocks), DIGEST_BYTES), dtype=np.uint8)
+    """Write a file per table; return their facts and the digests (native/digest_rows.py) of their blocks in manifest
+    order."""
+    digests = _Digests(np.array([block.spec.bytes for block in opened.blocks], dtype=np.int64))
 
     def chunks_of(number: int, header: bytes) -> Iterator[Chunk]:
         yield Chunk(0, len(header), partial(_copy_header, header))
@@ -219,7 +234,7 @@ def export_tables(
             yield Chunk(window.offset, window.bytes, partial(_export_window, window, cut, index, digests))
 
     files = [table.file for table in opened.tables]
-    return write_chunks(files, chunks_of, target, buffers=buffers, writer=writer), digests
+    return write_chunks(files, chunks_of, target, buffers=buffers, writer=writer), digests.rows
 
 
 def _copy_header(header: bytes, address: int) -> None:
@@ -227,9 +242,10 @@ def _copy_header(header: bytes, address: int) -> None:
     core.copy(np.array([[raw.ctypes.data, address, len(header)]], dtype=np.uint64))
 
 
-def _export_window(window: Window, cut: DeferredCut, index: int, digests: U8, address: int) -> None:
+def _export_window(window: Window, cut: DeferredCut, index: int, digests: _Digests, address: int) -> None:
     """Export one window, and take the digests of its blocks."""
     cut.export(index, {column: address + at for column, _, at in window.blocks})
     ends = [*(at for _, _, at in window.blocks[1:]), window.bytes]
     spans = [(address + at, end - at) for (_, _, at), end in zip(window.blocks, ends, strict=True)]
-    digests[[number for _, number, _ in window.blocks]] = core.digest(np.array(spans, dtype=np.uint64))
+    numbers = [number for _, number, _ in window.blocks]
+    digests.put(numbers, core.digest(np.array(spans, dtype=np.uint64), leaves=True))

@@ -58,11 +58,22 @@ class BoxScatter:
     def targets(self) -> tuple[torch.Tensor, ...]:
         return tuple(copy.target for copy in self.copies)
 
-    def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterator[_Whole | _Slab]:
+    def wanted(self, spec: BlockSpec) -> tuple[int, int]:
+        if spec.encoding or not spec.bytes:
+            return 0, spec.bytes
+        low, high = _span(self.copies, 0) if spec.shape else (0, 1)
+        step_bytes = spec.bytes // (spec.shape[0] if spec.shape else 1)
+        return low * step_bytes, high * step_bytes
+
+    def windows(
+        self, spec: BlockSpec, within: tuple[int, int], *, bytes_max: int, gapless: bool
+    ) -> Iterator[_Whole | _Slab]:
         if spec.encoding or not spec.shape:
             yield _Whole(begin=0, bytes=spec.bytes, spec=spec, copies=self.copies)
-        else:
-            yield from _slabs(spec, (), self.copies, 0, bytes_max=bytes_max, whole=whole)
+            return
+        step_bytes = spec.bytes // max(1, spec.shape[0])
+        span = (within[0] // step_bytes, within[1] // step_bytes) if step_bytes else (0, spec.shape[0])
+        yield from _slabs(spec, (), self.copies, 0, span, bytes_max=bytes_max, whole=gapless)
 
 
 def queue_boxes(number: int, copies: Sequence[BoxCopy], reader: BlockReader, uploads: Uploads) -> list[Scatter]:
@@ -170,25 +181,36 @@ class _Slab:
             uploads.put(target[low - at : high - at], values[box])
 
 
+def _span(copies: Sequence[BoxCopy], dimension: int) -> tuple[int, int]:
+    """Return the range of a dimension that holds what all of them want."""
+    begins = [copy.begin[dimension] for copy in copies]
+    return min(begins), max(copy.begin[dimension] + copy.shape[dimension] for copy in copies)
+
+
 def _slabs(
-    spec: BlockSpec, outer: tuple[int, ...], copies: tuple[BoxCopy, ...], begin: int, *, bytes_max: int, whole: bool
+    spec: BlockSpec,
+    outer: tuple[int, ...],
+    copies: tuple[BoxCopy, ...],
+    begin: int,
+    span: tuple[int, int],
+    *,
+    bytes_max: int,
+    whole: bool,
 ) -> Iterator[_Slab]:
     """Cut what a block has at `outer`, where its bytes begin at `begin`, into slabs of about bytes_max.
 
-    whole: all of it, else what copies want.
+    span: which range of the next dimension. whole: all of it, else what copies want.
     """
     depth, shape = len(outer), spec.shape
     step_bytes = spec.bytes // math.prod(shape[: depth + 1]) if spec.bytes else 0
-    low, high = 0, shape[depth]
-    if not whole:
-        low = min(copy.begin[depth] for copy in copies)
-        high = max(copy.begin[depth] + copy.shape[depth] for copy in copies)
+    low, high = span
     if step_bytes > bytes_max and depth + 1 < len(shape):
         for at in range(low, high):
             inside = tuple(copy for copy in copies if copy.within(depth, at, at + 1))
             if inside or whole:
                 at_step = begin + at * step_bytes
-                yield from _slabs(spec, (*outer, at), inside, at_step, bytes_max=bytes_max, whole=whole)
+                inner = (0, shape[depth + 1]) if whole else _span(inside, depth + 1)
+                yield from _slabs(spec, (*outer, at), inside, at_step, inner, bytes_max=bytes_max, whole=whole)
         return
     count = max(1, bytes_max // max(1, step_bytes))
     for first in range(low, high, count):
@@ -219,7 +241,10 @@ class WholeScatter:
     def targets(self) -> tuple[torch.Tensor, ...]:
         return (self.target,)
 
-    def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterator[_Range]:
+    def wanted(self, spec: BlockSpec) -> tuple[int, int]:
+        return 0, spec.bytes
+
+    def windows(self, spec: BlockSpec, within: tuple[int, int], *, bytes_max: int, gapless: bool) -> Iterator[_Range]:
         """Return ranges of bytes_max bytes."""
         for begin in range(0, spec.bytes, bytes_max):
             yield _Range(begin=begin, bytes=min(bytes_max, spec.bytes - begin), target=self.target)

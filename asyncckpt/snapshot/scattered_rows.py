@@ -33,17 +33,26 @@ class RowScatter:
     def targets(self) -> tuple[torch.Tensor, ...]:
         return (self.target,)
 
-    def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterator[_Rows]:
-        """Return ranges of rows. Without `whole`, those that hold none of the wanted rows are left out."""
+    def wanted(self, spec: BlockSpec) -> tuple[int, int]:
+        if spec.encoding or self.mine is None or not len(self.mine):
+            return 0, spec.bytes
+        row_bytes = spec.bytes // max(1, spec.shape[0])
+        return int(self.mine[0]) * row_bytes, (int(self.mine[-1]) + 1) * row_bytes
+
+    def windows(self, spec: BlockSpec, within: tuple[int, int], *, bytes_max: int, gapless: bool) -> Iterator[_Rows]:
+        """Return ranges of rows."""
         count = spec.shape[0]
-        row_bytes = spec.bytes // max(1, count)  # Of a block that is not encoded.
-        step = max(1, count if spec.encoding else bytes_max // max(1, row_bytes))
-        for begin in range(0, count, step):
-            end = min(begin + step, count)
-            if whole or spec.encoding or self._wants(begin, end):
-                first = 0 if spec.encoding else begin * row_bytes
-                size = spec.bytes if spec.encoding else (end - begin) * row_bytes
-                yield _Rows(begin=first, bytes=size, scatter=self, spec=spec, first_row=begin, end_row=end)
+        if spec.encoding:
+            yield _Rows(begin=0, bytes=spec.bytes, scatter=self, spec=spec, first_row=0, end_row=count)
+            return
+        row_bytes = spec.bytes // max(1, count)
+        step = max(1, bytes_max // max(1, row_bytes))
+        low, high = (at // row_bytes for at in within) if row_bytes else (0, count)
+        for begin in range(low, high, step):
+            end = min(begin + step, high)
+            if gapless or self._wants(begin, end):
+                size = (end - begin) * row_bytes
+                yield _Rows(begin * row_bytes, size, scatter=self, spec=spec, first_row=begin, end_row=end)
 
     def _wants(self, begin: int, end: int) -> bool:
         if self.mine is None:

@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_ABI_VERSION 8u
+#define AC_ABI_VERSION 9u
 #define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
 #define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
 #define AC_DIGEST_BYTES 16u
@@ -83,13 +83,15 @@ typedef struct ac_span {
   uint64_t bytes;
 } ac_span;
 
-/* digests: count * 16 bytes. */
-AC_API int32_t ac_digest(const ac_span* spans, uint64_t count, uint8_t* digests, uint32_t threads, ac_error* error);
+/* digests: count * 16 bytes. leaves: NULL, or 16 bytes for each leaf of each span, one after the other. */
+AC_API int32_t ac_digest(const ac_span* spans, uint64_t count, uint8_t* digests, uint8_t* leaves, uint32_t threads,
+                         ac_error* error);
 
 typedef struct ac_digester ac_digester;
 AC_API ac_digester* ac_digester_new(void); /* NULL: no memory */
-AC_API void ac_digester_update(ac_digester* digester, const void* data, uint64_t bytes);
-AC_API void ac_digester_end(ac_digester* digester, uint8_t* digest); /* and start again */
+AC_API int32_t ac_digester_update(ac_digester* digester, const void* data, uint64_t bytes, ac_error* error);
+/* Write the digest, and start again. leaves: as above, of what has come. */
+AC_API void ac_digester_end(ac_digester* digester, uint8_t* digest, uint8_t* leaves);
 AC_API void ac_digester_free(ac_digester* digester);
 
 /* ---- drain: arena -> files -------------------------------------------------------------------------------------- */
@@ -112,10 +114,10 @@ typedef struct ac_drain_options {
 } ac_drain_options;
 
 /* Write every file (reserve its space, write, truncate to its length, fsync) and compute the digest of every span, at the
- * same time. A direct write that the file system refuses with EINVAL continues without O_DIRECT. A failed fsync is not
+ * same time; leaves: as of ac_digest. A direct write that the file system refuses with EINVAL continues without O_DIRECT. A failed fsync is not
  * retried. */
 AC_API int32_t ac_drain(const ac_file* files, uint64_t files_count, const ac_span* spans, uint64_t spans_count,
-                        uint8_t* digests, const ac_drain_options* options, uint64_t* bytes_done,
+                        uint8_t* digests, uint8_t* leaves, const ac_drain_options* options, uint64_t* bytes_done,
                         const int32_t* cancel, ac_error* error);
 
 /* Write bytes at an offset (short writes and EINTR handled). direct: data, bytes and offset are multiples of

@@ -139,8 +139,8 @@ void require_sound(const ac_file& file) {
 extern "C" {
 
 int32_t ac_drain(const ac_file* files, uint64_t files_count, const ac_span* spans, uint64_t spans_count,
-                 uint8_t* digests, const ac_drain_options* options, uint64_t* bytes_done, const int32_t* cancel,
-                 ac_error* error) {
+                 uint8_t* digests, uint8_t* leaves, const ac_drain_options* options, uint64_t* bytes_done,
+                 const int32_t* cancel, ac_error* error) {
   using namespace asyncckpt;
   return at_border(error, [&] {
     require(files_count == 0 || files != nullptr, "files is NULL");
@@ -149,10 +149,10 @@ int32_t ac_drain(const ac_file* files, uint64_t files_count, const ac_span* span
     for (uint64_t item = 0; item < files_count; ++item) require_sound(files[item]);
     Stop stop(cancel);
     Drain drain(files, files_count, *options, bytes_done, stop);
-    LeafQueue leaves(spans, spans_count);
+    LeafQueue queue(spans, spans_count);
     auto write = [&] { drain.write_files(); };
     auto digest = [&] {
-      leaves.work([&] { return stop.requested(); });
+      queue.work([&] { return stop.requested(); });
       stop.throw_if_cancelled();
     };
     {
@@ -166,7 +166,7 @@ int32_t ac_drain(const ac_file* files, uint64_t files_count, const ac_span* span
       workers.guarded([&] { write(), digest(); });
     }
     stop.rethrow();
-    leaves.join(digests);
+    queue.join(digests, leaves);
   });
 }
 

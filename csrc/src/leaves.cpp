@@ -4,12 +4,13 @@
 
 namespace asyncckpt {
 
-void LeafDigests::join(const DigestKernel& kernel, uint8_t* digests) const {
+void LeafDigests::join(const DigestKernel& kernel, uint8_t* digests, uint8_t* leaves) const {
   for (uint64_t span = 0; span + 1 < first_leaf_.size(); ++span) {
     const uint64_t count = first_leaf_[span + 1] - first_leaf_[span];
     const uint8_t* first = digests_.data() + first_leaf_[span] * AC_DIGEST_BYTES;
     kernel.whole(first, count * AC_DIGEST_BYTES, digests + span * AC_DIGEST_BYTES);
   }
+  if (leaves != nullptr) std::copy(digests_.begin(), digests_.end(), leaves);
 }
 
 LeafQueue::LeafQueue(const ac_span* spans, uint64_t count)

@@ -28,8 +28,8 @@ class LeafDigests {
   uint8_t* leaf(uint64_t span, uint64_t index) {
     return digests_.data() + (first_leaf_[span] + index) * AC_DIGEST_BYTES;
   }
-  // Write the digest of every span, once all its leaves are there.
-  void join(const DigestKernel& kernel, uint8_t* digests) const;
+  // Write the digest of every span, once all its leaves are there, and theirs where `leaves` is not NULL.
+  void join(const DigestKernel& kernel, uint8_t* digests, uint8_t* leaves) const;
 
  private:
   std::vector<uint64_t> first_leaf_;
@@ -47,7 +47,7 @@ class LeafQueue {
     while (!stopped() && claim(place)) digest_from(place);
   }
   // After every worker has returned.
-  void join(uint8_t* digests) const { leaves_.join(kernel_, digests); }
+  void join(uint8_t* digests, uint8_t* leaves) const { leaves_.join(kernel_, digests, leaves); }
 
  private:
   struct Place {

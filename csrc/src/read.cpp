@@ -44,7 +44,7 @@ class Reader {
 
   uint64_t reads_count() const { return plan_.reads.size(); }
   void join_digests(uint8_t* digests) const {
-    if (digests_) leaves_.join(kernel_, digests);
+    if (digests_) leaves_.join(kernel_, digests, nullptr);
   }
 
   // What each thread does.

@@ -54,7 +54,7 @@ ac_error drain_extents(const ScratchFile& file, const ac_span* extents, uint64_t
   const ac_file image{extents, count, file.fd(), file.is_direct()};
   const ac_drain_options options{block_bytes, 1, 1, 0, 1};
   ac_error error;
-  ac_drain(&image, 1, nullptr, 0, nullptr, &options, nullptr, nullptr, &error);
+  ac_drain(&image, 1, nullptr, 0, nullptr, nullptr, &options, nullptr, nullptr, &error);
   return error;
 }
 
@@ -211,7 +211,7 @@ TEST(one_failed_file_ends_the_drain) {
   const ac_drain_options options{1 << 20, 3, 2, 1, 0};
   const Fault fault = Fault::failing(Call::ftruncate, EIO, 2, 1);
   ac_error error;
-  CHECK(ac_drain(images.data(), images.size(), &span, 1, digest, &options, nullptr, nullptr, &error) == AC_SYSTEM);
+  CHECK(ac_drain(images.data(), images.size(), &span, 1, digest, nullptr, &options, nullptr, nullptr, &error) == AC_SYSTEM);
   CHECK(error.sys_errno == EIO && error.item < images.size());
 }
 
@@ -264,12 +264,12 @@ TEST(read_without_memory_for_its_buffer_says_so) {
 TEST(broken_contracts_are_refused) {
   const ac_drain_options options{0, 1, 1, 3, 1};
   ac_error error;
-  CHECK(ac_drain(nullptr, 1, nullptr, 0, nullptr, &options, nullptr, nullptr, &error) == AC_INVALID);
-  CHECK(ac_drain(nullptr, 0, nullptr, 0, nullptr, &options, nullptr, nullptr, &error) == AC_INVALID);
-  CHECK(ac_drain(nullptr, 0, nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr) == AC_INVALID);
+  CHECK(ac_drain(nullptr, 1, nullptr, 0, nullptr, nullptr, &options, nullptr, nullptr, &error) == AC_INVALID);
+  CHECK(ac_drain(nullptr, 0, nullptr, 0, nullptr, nullptr, &options, nullptr, nullptr, &error) == AC_INVALID);
+  CHECK(ac_drain(nullptr, 0, nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr) == AC_INVALID);
   CHECK(ac_read(nullptr, 1, nullptr, nullptr, nullptr, nullptr, &error) == AC_INVALID);
   CHECK(ac_copy(nullptr, 1, 0, &error) == AC_INVALID);
-  CHECK(ac_digest(nullptr, 1, nullptr, 0, &error) == AC_INVALID);
+  CHECK(ac_digest(nullptr, 1, nullptr, nullptr, 0, &error) == AC_INVALID);
   CHECK(ac_memory_map(0, nullptr, &error) == AC_INVALID);
   CHECK(error.message[0] != 0);
 }

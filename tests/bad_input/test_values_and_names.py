@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import itertools
 import math
 import struct
 from collections import Counter, namedtuple
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +29,7 @@ from asyncckpt.format.tree import TENSOR
 from asyncckpt.format.write_manifest import encode_manifest, render_body
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import Role
+from asyncckpt.native import row_begins
 from asyncckpt.plan.image import plan_image, split_rows
 
 UsageError = asyncckpt.UsageError
@@ -401,6 +404,10 @@ def test_case_050_tensor_beyond_32_bits_of_elements_and_bytes() -> None:
         metadata={},
     )
     body = render_body((), ("dict", ("huge",), (TENSOR,)), image.blocks)
-    raw = bytes(encode_manifest(head, body, np.zeros((len(image.blocks), 16), dtype=np.uint8)))
+    begins = row_begins(image.lengths)
+    digests = np.zeros((begins[-1], 16), dtype=np.uint8)
+    for begin, end in itertools.pairwise(begins):
+        digests[begin] = np.frombuffer(xxhash.xxh3_128_digest(digests[begin + 1 : end].tobytes()), dtype=np.uint8)
+    raw = bytes(encode_manifest(head, body, digests))
     manifest = decode_manifest(raw, manifest_name(0))
     assert [block.placed for block in manifest.blocks] == list(image.blocks)

@@ -43,7 +43,7 @@ from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
 
-# Files, and digests of their blocks, uint8 [blocks, 16].
+# Files, and digests of their blocks, as native/digest_rows.py says.
 Written = tuple[tuple[FileFacts, ...], U8]
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)

@@ -201,7 +201,7 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class Written:
-    """Shard files on disk, and what the manifest says of their blocks: digests are uint8 [blocks, 16].
+    """Shard files on disk, and what the manifest says of their blocks: digests with those of leaves.
 
     tables: as they are in the checkpoint. dense_structure: a digest of what the manifest says of dense tensors but
     their digests, where it is known without looking at each. fingerprints, missed: see row_fingerprints.Selections.

@@ -30,7 +30,7 @@ from asyncckpt.format.write_manifest import BodyTemplate, extend_body, render_bo
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.source import ByteSource
 from asyncckpt.model.table import DeferredCut, Role
-from asyncckpt.native import DIGEST_BYTES, U8
+from asyncckpt.native import DIGEST_BYTES, U8, row_begins
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, StagedBlock
 from asyncckpt.pipeline.filters import identity
@@ -119,7 +119,7 @@ def _drain(job: SaveJob, target: ShardTarget) -> Written:
     if staged.tables:
         tables = _in_order(job, (*plan.tables, *(table.facts for table in staged.tables)))
         body = extend_body(plan.body, tables=tables, blocks=regions.blocks)
-    count = len(plan.image.blocks)
+    count = int(row_begins(plan.image.lengths)[-1])
     return Written(
         files=exported + files,
         body=body,

@@ -62,11 +62,17 @@ def spans_of() -> Callable[[list[U8]], U64]:
 
 
 @pytest.fixture(scope="session")
-def digest_of() -> Callable[[bytes], bytes]:
-    """What a digest must be, computed by the xxhash package."""
+def rows_of() -> Callable[[bytes], list[bytes]]:
+    """What a digest must be, and those of more than one leaf behind it, computed by the xxhash package."""
 
-    def digest(data: bytes) -> bytes:
+    def rows(data: bytes) -> list[bytes]:
         leaves = [data[begin : begin + LEAF_BYTES] for begin in range(0, len(data), LEAF_BYTES)]
-        return xxhash.xxh3_128(b"".join(xxhash.xxh3_128(leaf).digest() for leaf in leaves)).digest()
+        digests = [xxhash.xxh3_128(leaf).digest() for leaf in leaves]
+        return [xxhash.xxh3_128(b"".join(digests)).digest(), *(digests if len(leaves) > 1 else ())]
 
-    return digest
+    return rows
+
+
+@pytest.fixture(scope="session")
+def digest_of(rows_of: Callable[[bytes], list[bytes]]) -> Callable[[bytes], bytes]:
+    return lambda data: rows_of(data)[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from asyncckpt.native import DIGEST_BYTES, LEAF_BYTES, U8, U64, Core
+from asyncckpt.native import DIGEST_BYTES, LEAF_BYTES, U8, U64, Core, row_begins
 
 # XXH3 changes its way of working at 16, 128, 240 and 1024 bytes.
 SIZES = [0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 240, 241, 1024, 1025, 65536, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1]
@@ -27,6 +27,21 @@ def test_spans(
     digests = core.digest(spans_of(arrays), threads=threads)
     assert digests.shape == (len(SIZES), DIGEST_BYTES)
     assert [row.tobytes() for row in digests] == [digest_of(array.tobytes()) for array in arrays]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_spans_with_their_leaves(
+    core: Core,
+    rng: np.random.Generator,
+    spans_of: Callable[[list[U8]], U64],
+    rows_of: Callable[[bytes], list[bytes]],
+    threads: int,
+) -> None:
+    arrays = [rng.integers(0, 256, size + 1, dtype=np.uint8)[1:] for size in SIZES]
+    found = core.digest(spans_of(arrays), threads=threads, leaves=True)
+    assert [row.tobytes() for row in found] == [row for array in arrays for row in rows_of(array.tobytes())]
+    begins = row_begins([array.nbytes for array in arrays])
+    assert [found[begin].tobytes() for begin in begins[:-1]] == [rows_of(array.tobytes())[0] for array in arrays]
 
 
 def test_very_many_small_spans(
@@ -52,6 +67,17 @@ def test_digester_takes_any_pieces(core: Core, rng: np.random.Generator, digest_
         # The digester starts anew after each end.
         assert digester.end() == digest_of(data.tobytes())
     assert digester.end() == digest_of(b"")
+
+
+def test_digester_tells_its_leaves(
+    core: Core, rng: np.random.Generator, rows_of: Callable[[bytes], list[bytes]]
+) -> None:
+    digester = core.digester()
+    for size in SIZES:
+        data = rng.integers(0, 256, size, dtype=np.uint8)
+        for begin in range(0, size, LEAF_BYTES // 3 + 1):
+            digester.update(data.ctypes.data + begin, min(LEAF_BYTES // 3 + 1, size - begin))
+        assert [row.tobytes() for row in digester.end_rows()] == rows_of(data.tobytes())
 
 
 def test_digesters_do_not_mix(core: Core, rng: np.random.Generator, digest_of: Callable[[bytes], bytes]) -> None:

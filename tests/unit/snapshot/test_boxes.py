@@ -15,13 +15,14 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import CorruptError
+from asyncckpt.format import manifest
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.encodings import encode
 from asyncckpt.format.manifest import BlockFacts
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import Role
-from asyncckpt.native import core
+from asyncckpt.native import TwinCore, core, twin
 from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan
 from asyncckpt.plan.load_targets import InPlace, overlap
@@ -38,13 +39,15 @@ class MemoryReader:
     verify: bool
     blocks: list[tuple[BlockFacts, bytes]] = field(default_factory=list)
     passed_over: set[int] = field(default_factory=set)
-    checked: set[int] = field(default_factory=set)
+    checked: dict[int, tuple[int, int]] = field(default_factory=dict)
     reads: list[tuple[int, int, int]] = field(default_factory=list)
     _queue: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def put(self, spec: BlockSpec, raw: bytes) -> None:
         placed = PlacedBlock(spec=spec, key=spec.name, file_index=0, offset=0)
-        self.blocks.append((BlockFacts(placed=placed, digest=digest_of(raw), filtered=False), raw))
+        digest, *leaves = digest_rows(raw)
+        facts = BlockFacts(placed=placed, digest=digest, filtered=False, leaf_digests=b"".join(leaves))
+        self.blocks.append((facts, raw))
 
     def add(self, number: int, address: int, *, begin: int, bytes: int) -> None:
         self._queue.append((number, address, begin, bytes))
@@ -59,25 +62,37 @@ class MemoryReader:
             if size:
                 core.copy(np.array([[source.ctypes.data + begin, address, size]], dtype=np.uint64))
             if self.verify and size == facts.placed.spec.bytes:
-                self.check(number, digest_of(raw))
+                self.check(number, digest_rows(raw)[0])
 
     def block(self, number: int) -> BlockFacts:
         return self.blocks[number][0]
 
-    def check(self, number: int, digest: bytes) -> None:
-        if digest != self.blocks[number][0].digest:
+    def check(self, number: int, digest: bytes, *, begin: int = 0, end: int | None = None) -> None:
+        facts, raw = self.blocks[number]
+        end = len(raw) if end is None else end
+        if digest != facts.digest_of(begin, end):
             raise CorruptError(f"block {number}")
-        self.checked.add(number)
+        self.checked[number] = begin, end
 
     def pass_over(self, number: int) -> None:
         self.passed_over.add(number)
 
 
-def digest_of(raw: bytes) -> bytes:
+def digest_rows(raw: bytes) -> list[bytes]:
+    """The digest of a block, then those of its leaves."""
     array = np.frombuffer(raw, dtype=np.uint8)
-    digester = core.digester()
+    digester = windows.core.digester()
     digester.update(array.ctypes.data, array.size)
-    return digester.end()
+    return [row.tobytes() for row in digester.end_rows()]
+
+
+@pytest.fixture
+def small_leaves(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Leaves of 64 bytes; returns their size."""
+    for module in (manifest, twin):
+        monkeypatch.setattr(module, "LEAF_BYTES", 64)
+    monkeypatch.setattr(windows, "core", TwinCore())
+    return 64
 
 
 def cut(rng: random.Random, shape: tuple[int, ...], times: int) -> list[Box]:
@@ -155,6 +170,36 @@ def cases() -> Iterator[Any]:
         yield pytest.param(seed, dtypes[seed % len(dtypes)], id=f"{seed}-{str(dtypes[seed % len(dtypes)])[6:]}")
 
 
+@pytest.mark.parametrize(("seed", "dtype"), list(cases()))
+def test_boxes_are_verified_by_the_leaves_that_hold_them(
+    seed: int, dtype: torch.dtype, small_leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_boxes_into_boxes(seed, dtype, True, monkeypatch)
+
+
+@pytest.mark.parametrize("window_bytes", [1, 100, 1 << 20])
+def test_only_leaves_with_something_wanted_are_read_and_verified(
+    window_bytes: int, small_leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "WINDOW_BYTES", window_bytes)
+    whole = torch.arange(200.0).reshape(20, 10)  # Rows of 40 bytes.
+    wanted = range(7 * 40, 12 * 40)
+    begin, end = wanted.start // small_leaves * small_leaves, -(-wanted.stop // small_leaves) * small_leaves
+    for at in range(0, whole.nbytes, 8):
+        reader = MemoryReader(verify=True)
+        reader.put(spec_of(whole, ((0, 20), (0, 10)), (20, 10)), raw_of(whole))
+        facts, raw = reader.blocks[0]
+        reader.blocks[0] = (facts, raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        target = torch.zeros(5, 10)
+        if begin <= at < end:
+            with pytest.raises(CorruptError, match="block 0"):
+                load_into([Piece(target, (7, 0))], whole, reader)
+        else:
+            load_into([Piece(target, (7, 0))], whole, reader)
+            assert torch.equal(target, whole[7:12])
+        assert sum(size for _, _, size in reader.reads) == end - begin
+
+
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("seed", "dtype"), list(cases()))
 def test_boxes_into_boxes(seed: int, dtype: torch.dtype, verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +238,8 @@ def check_reads(reader: MemoryReader, targets: list[Box]) -> None:
             continue
         assert number not in reader.passed_over
         if reader.verify:
-            assert number in reader.checked
-            assert sum(end - begin for begin, end in spans) == len(raw)
+            assert reader.checked[number] == (spans[0][0], spans[-1][1])
+            assert facts.leaf_digests or reader.checked[number] == (0, len(raw))
             assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
         else:
             assert sum(end - begin for begin, end in spans) <= len(raw)

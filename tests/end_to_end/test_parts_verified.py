@@ -1,0 +1,153 @@
+"""Of a block over 4 MiB, the leaves that hold what is wanted are read and verified, whoever wrote the block."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import asyncckpt
+from asyncckpt.errors import CorruptError
+from asyncckpt.formats import torch_file
+from asyncckpt.model.leaf import LEAF_BYTES
+from tests.bad_input.crafted import Crafted, Document, block
+
+ROWS, COLUMNS = 14_000, 200  # 800 bytes, which do not fit into a leaf without a rest; 11 MB.
+WHOLE = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
+
+
+def saved_in_the_call(path: Path) -> None:
+    with asyncckpt.Saver(path=path, tensors={"w": WHOLE}) as saver:
+        saver.save(0)
+
+
+def saved_behind(path: Path) -> None:
+    with asyncckpt.Saver(path=path, tensors={"w": WHOLE}) as saver:
+        saver.save_async(0).result(60)
+
+
+def saved_through_a_filter(path: Path) -> None:
+    def copied(blocks: list[Any]) -> list[Any]:
+        return [block.replace(data=block.data.clone()) for block in blocks]
+
+    with asyncckpt.Saver(path=path, tensors={"w": WHOLE}, filter_func=copied) as saver:
+        saver.save_async(0).result(60)
+
+
+def saved_by_dcp(path: Path) -> None:
+    dcp.save({"w": WHOLE}, storage_writer=asyncckpt.dcp.StorageWriter(path), no_dist=True)
+
+
+def imported(path: Path) -> None:
+    source = path.with_name("source")
+    torch.save({"w": WHOLE}, source)
+    torch_file.import_checkpoint(source, path)
+
+
+WRITERS = [saved_in_the_call, saved_behind, saved_through_a_filter, saved_by_dcp, imported]
+Writer = Callable[[Path], None]
+
+
+def load_rows(path: Path, begin: int, end: int, **options: Any) -> asyncckpt.LoadReport:
+    target = torch.zeros(end - begin, COLUMNS)
+    report = asyncckpt.Loader(
+        path, tensors={"w": asyncckpt.sharded(target, (begin, 0), tuple(WHOLE.shape))}, **options
+    ).load()
+    assert torch.equal(target, WHOLE[begin:end])
+    return report
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_readers_of_some_rows_read_their_leaves(write: Writer, tmp_path: Path) -> None:
+    write(tmp_path / "ckpt")
+    assert load_rows(tmp_path / "ckpt", 2000, 3000).bytes_read == LEAF_BYTES
+    assert load_rows(tmp_path / "ckpt", 5000, 6000).bytes_read == 2 * LEAF_BYTES
+    assert load_rows(tmp_path / "ckpt", 13_000, ROWS).bytes_read == WHOLE.nbytes - 2 * LEAF_BYTES
+    assert load_rows(tmp_path / "ckpt", 2000, 3000, verify=False).bytes_read == 1000 * 4 * COLUMNS
+    asyncckpt.verify(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("at", [0, LEAF_BYTES - 1, LEAF_BYTES, 2 * LEAF_BYTES - 1, 2 * LEAF_BYTES, WHOLE.nbytes - 1])
+def test_damage_in_a_leaf_is_found_by_who_reads_it(at: int, tmp_path: Path) -> None:
+    saved_behind(tmp_path)
+    crafted = Crafted(tmp_path, 0)
+    raw = bytearray(crafted.shard_path().read_bytes())
+    raw[block(crafted.document(), "w")["offset"] + at] ^= 1
+    crafted.shard_path().write_bytes(raw)
+    for begin, end in ((0, 5000), (5300, 10_000), (10_500, ROWS)):
+        leaves = range(begin * 800 // LEAF_BYTES, -(-end * 800 // LEAF_BYTES))
+        if at // LEAF_BYTES in leaves:
+            with pytest.raises(CorruptError, match="block 'w' at offset"):
+                load_rows(tmp_path, begin, end)
+        else:
+            load_rows(tmp_path, begin, end)
+    with pytest.raises(CorruptError, match="block 'w' at offset"):
+        asyncckpt.verify(tmp_path)
+
+
+def test_a_checkpoint_without_digests_of_leaves_is_verified_whole(tmp_path: Path) -> None:
+    saved_behind(tmp_path)
+    Crafted(tmp_path, 0).edit_block("w", leaf_digests=None)
+    assert load_rows(tmp_path, 2000, 3000).bytes_read == WHOLE.nbytes
+
+
+WRONG: list[tuple[str, Callable[[str], Any]]] = [
+    ("one too few", lambda text: text[32:]),
+    ("one too many", lambda text: text + text[:32]),
+    ("upper case", lambda text: "A" + text[1:]),
+    ("not a string", lambda text: [text]),
+    ("empty", lambda text: ""),
+    ("another order", lambda text: text[32:] + text[:32]),
+    ("another digit", lambda text: ("0" if text[0] != "0" else "1") + text[1:]),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), WRONG)
+def test_wrong_digests_of_leaves_are_refused(name: str, change: Callable[[str], Any], tmp_path: Path) -> None:
+    saved_behind(tmp_path)
+
+    def edit(document: Document) -> None:
+        found = block(document, "w")
+        found["leaf_digests"] = change(found["leaf_digests"])
+
+    Crafted(tmp_path, 0).edit(edit)
+    with pytest.raises(CorruptError, match="leaf_digests is wrong"):
+        load_rows(tmp_path, 2000, 3000)
+
+
+def test_a_table_read_by_more_ranks(tmp_path: Path) -> None:
+    """Rows that lie together are read alone: here in the order of their ids."""
+    ids = torch.arange(12_000)
+    table = asyncckpt.HashTable("t", 256, shard=(0, 65536, 65536), capacity=len(ids))
+    table.insert(ids, ids[:, None].float().expand(-1, 256).contiguous())
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        saver.save_async(0).result(60)
+    part = asyncckpt.HashTable("t", 256, shard=(0, 3000, 65536), capacity=4000)
+    report = asyncckpt.Loader(tmp_path, {"t": part}, {}).load()
+    assert len(part) == 3000
+    assert report.bytes_read == 8 * len(ids) + LEAF_BYTES
+    assert torch.equal(part.read(ids[:3000])["embedding"][:, 0], ids[:3000].float())
+
+
+def test_deltas_and_what_is_compacted_of_them(tmp_path: Path) -> None:
+    ids = torch.arange(12_000)
+    table = asyncckpt.HashTable("t", 256, capacity=len(ids))
+    table.insert(ids, ids[:, None].float().expand(-1, 256).contiguous())
+    with asyncckpt.Saver(path=tmp_path / "ckpt", hashtables={"t": table}, tensors={"w": WHOLE}) as saver:
+        saver.save_async(0).result(60)
+        table.insert(ids[:9000], torch.zeros(9000, 256))
+        saver.save_async(1, kind="delta").result(60)
+    for step in (0, 1):
+        assert "leaf_digests" in block(Crafted(tmp_path / "ckpt", step).document(), "t@embedding")
+    shutil.copytree(tmp_path / "ckpt", tmp_path / "compacted")
+    asyncckpt.compact(tmp_path / "compacted", 1)
+    for path in (tmp_path / "ckpt", tmp_path / "compacted"):
+        asyncckpt.verify(path)
+        loaded = asyncckpt.HashTable("t", 256, capacity=len(ids))
+        asyncckpt.Loader(path, {"t": loaded}, {"w": torch.zeros_like(WHOLE)}).load()
+        assert loaded.read(ids)["embedding"][:, 0].double().sum() == ids[9000:].sum()
