@@ -278,6 +278,7 @@ def uploads(
     gib: Gib = 1.0,
     rounds: Rounds = 5,
     training: Annotated[bool, typer.Option("--training", help="what training loses meanwhile, beside others")] = False,
+    unsigned: Annotated[bool, typer.Option("--unsigned", help="sign requests without their bodies")] = False,
     directory: Directory = None,
     out: Out = None,
     smoke: Smoke = False,
@@ -287,7 +288,8 @@ def uploads(
     from bench.uploads_training import run_uploads_training
 
     run, name = (run_uploads_training, "uploads-training") if training else (run_uploads, "uploads")
-    run(gib=gib, rounds=rounds, directory=directory, out=_out(out, name, smoke), smoke=smoke)
+    name += "-unsigned" if unsigned else ""
+    run(gib=gib, rounds=rounds, directory=directory, out=_out(out, name, smoke), unsigned=unsigned, smoke=smoke)
 
 
 @application.command()

@@ -28,6 +28,7 @@ import numpy as np
 import obstore
 import torch
 from obstore.store import S3Store
+from rich.console import Console
 
 import asyncckpt
 from asyncckpt.checkpoints import describe
@@ -50,14 +51,21 @@ SPEED_SHARE_MIN = 0.9
 
 
 def run_uploads(
-    *, gib: float = 1.0, rounds: int = 5, directory: Path | None = None, out: Path, smoke: bool = False
+    *,
+    gib: float = 1.0,
+    rounds: int = 5,
+    directory: Path | None = None,
+    out: Path,
+    unsigned: bool = False,
+    smoke: bool = False,
 ) -> dict[str, Any]:
     """Run it, print the tables, write `out`.json and .txt; return the figures."""
     state_bytes, rounds = (48 << 20, 1) if smoke else (int(gib * GIB), rounds)
+    console = make_console()
+    sign_bodies(not unsigned, console)
     with scratch_folder(directory) as folder:
         answers = _rounds(folder, state_bytes, rounds)
-    content = {"machine": machine(), "state_bytes": state_bytes, "rounds": answers}
-    console = make_console()
+    content = {"machine": machine(), "unsigned": unsigned, "state_bytes": state_bytes, "rounds": answers}
     title = f"{state_bytes / GIB:.2f} GiB to and from a store on loopback, medians of {rounds} rounds"
     rows = [[way, *(number(_median(answers, way, name, state_bytes)) for name in ("seconds", "cpu"))] for way in WAYS]
     print_table(console, title, ["way", "seconds per GiB", "own CPU seconds per GiB"], rows)
@@ -71,6 +79,13 @@ def run_uploads(
     write_json(Path(f"{out}.json"), content)
     console.save_text(f"{out}.txt")
     return content
+
+
+def sign_bodies(wanted: bool, console: Console) -> None:
+    """Let obstore sign requests with or without their bodies, in this process and those that it starts."""
+    os.environ["AWS_UNSIGNED_PAYLOAD"] = "false" if wanted else "true"
+    if not wanted:
+        console.print("requests are signed without their bodies: AWS_UNSIGNED_PAYLOAD=true")
 
 
 def _rounds(folder: Path, state_bytes: int, rounds: int) -> list[dict[str, Any]]:

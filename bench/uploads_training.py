@@ -1,6 +1,7 @@
 """`python -m bench uploads --training`: what training loses while a save is on its way to a store.
 
     asyncckpt               to the disk: what a local save costs
+    store_socket            one copy in the call, then the bytes through a socket, to be dropped: what the kernel takes
     store_put               the floor: one copy in the call, then obstore's put of it in a thread
     store_asyncckpt         `Saver(path="s3://...")`
     store_asyncckpt_upload  `Saver(upload="s3://...")`: until it is in the store too
@@ -36,6 +37,7 @@ from bench.round import RoundSpec
 from bench.rounds import available_peers, calibrated_matmuls, run_rounds, scratch_folder
 from bench.state import GIB
 from bench.targets import Target, print_targets
+from bench.uploads import sign_bodies
 from tests.cloud import seaweed
 
 SMOKE_GIB = 0.01
@@ -45,10 +47,11 @@ ServerSeconds = dict[str, list[float]]  # By peer, one for each round.
 
 
 def run_uploads_training(
-    *, gib: float, rounds: int, directory: Path | None, out: Path, smoke: bool = False
+    *, gib: float, rounds: int, directory: Path | None, out: Path, unsigned: bool = False, smoke: bool = False
 ) -> dict[str, list[RoundFigures]]:
     """Run it, print the tables, write `out`.json and .txt; return the rounds by number of trainer threads."""
     console = make_console()
+    sign_bodies(not unsigned, console)
     names = available_peers(STORE_PEERS, console)
     threads_of, rounds, gib = (("1",), 1, SMOKE_GIB) if smoke else (("1", "all"), rounds, gib)
     groups: dict[str, list[RoundFigures]] = {}
@@ -76,6 +79,7 @@ def run_uploads_training(
     print_targets(console, [target for threads, group in groups.items() for target in _targets(group, threads)])
     content = {
         "machine": machine(),
+        "unsigned": unsigned,
         "rounds": {threads: [one.to_json() for one in group] for threads, group in groups.items()},
         "server_cpu_seconds": servers,
     }

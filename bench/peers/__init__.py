@@ -16,7 +16,15 @@ OURS = "asyncckpt"
 STEPS = "asyncckpt_steps"
 STEP_PEERS = (FLOOR, STEPS, "asyncckpt_dense", "dcp_thread_cached", "torch_save_thread_clone")
 STORE_FLOOR = "store_put"
-STORE_PEERS = (OURS, STORE_FLOOR, "store_asyncckpt", "store_asyncckpt_upload", "store_dcp_fsspec", "store_torch_save")
+STORE_PEERS = (
+    OURS,
+    "store_socket",
+    STORE_FLOOR,
+    "store_asyncckpt",
+    "store_asyncckpt_upload",
+    "store_dcp_fsspec",
+    "store_torch_save",
+)
 STEP_CONTROL = "asyncckpt_no_wait"
 PEERS = (
     FLOOR,
