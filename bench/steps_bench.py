@@ -2,7 +2,7 @@
 by a trainer with forward, backward and step.
 
 The call of asyncckpt_steps copies nothing. What that costs is lost under forward and backward, and in the step that
-waits.
+waits. asyncckpt_no_digests does the same without digests, which the raw floor has not either: what they cost.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ interleaved in each round, and ratios taken inside it. What is loaded is compare
 
 Expected, before measuring: the server takes most of the time and of the processor, so `upload` takes as long as `put`;
 its own CPU is that of `put`, where obstore hashes every byte for its signature, and a tenth for reads and digests.
-Measured: the first is so; of the processor it takes nearly twice as much as `put`. Why is not measured: perhaps for the
-memory of every part, which is touched for the first time.
+Measured: the first is so; of the processor it takes half a second more per GiB than `put`, of which reads and digests
+are 0.14 s, into fresh memory or into used. Three quarters of the CPU of `put` are for the signature: `--unsigned`
+leaves the bodies out of it.
 """
 
 from __future__ import annotations

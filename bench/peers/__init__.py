@@ -14,7 +14,14 @@ from bench.state import State
 FLOOR = "raw_floor"
 OURS = "asyncckpt"
 STEPS = "asyncckpt_steps"
-STEP_PEERS = (FLOOR, STEPS, "asyncckpt_dense", "dcp_thread_cached", "torch_save_thread_clone")
+STEP_PEERS = (
+    FLOOR,
+    STEPS,
+    "asyncckpt_no_digests",
+    "asyncckpt_dense",
+    "dcp_thread_cached",
+    "torch_save_thread_clone",
+)
 STORE_FLOOR = "store_put"
 STORE_PEERS = (
     OURS,
