@@ -51,6 +51,19 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.parametrize("unsigned", ["true", "false"])
+def test_bodies_are_signed_unless_the_environment_says_else(
+    unsigned: str, proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", unsigned)
+    tensors = saved(tmp_path / "ckpt", url)
+    asyncckpt.save(f"{url}-direct", tensors)
+    for place in (url, f"{url}-direct"):
+        assert_equal(asyncckpt.load(place), tensors)
+    puts = [request.headers["x-amz-content-sha256"] for request in proxy.of_kind("put")]
+    assert {found == "UNSIGNED-PAYLOAD" for found in puts} == {unsigned == "true"}
+
+
 def test_what_was_uploaded_is_what_was_saved(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
     tensors = saved(tmp_path / "ckpt", url, steps=2)
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
