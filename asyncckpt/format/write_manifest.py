@@ -7,6 +7,7 @@ save to save (tables, tree, blocks) is rendered once per plan, with holes for th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,8 @@ from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 from asyncckpt.native import row_begins
 
 _HOLE = b"-" * 32
+# Quotes within strings have a backslash before them, so this is found in blocks alone.
+_LEAF_DIGESTS = re.compile(rb'("bytes":[0-9]+),"leaf_digests":"[0-9a-f]+"(?=,"digest":"[0-9a-f]{32}"})')
 # The two hexadecimal digits of every byte value, uint8 [256, 2].
 _HEX = np.frombuffer("".join(f"{value:02x}" for value in range(256)).encode(), dtype=np.uint8).reshape(256, 2)
 
@@ -114,15 +117,23 @@ def encode_part(
     """Render the part of a rank other than 0; digests (native/digest_rows.py) go into the holes of the body."""
     limits.check_values_count(len(values))
     begin = dumps({"files": [_file_json(file) for file in files], "values": list(values)})[:-1] + b","
-    limits.check_manifest_bytes(len(begin) + len(body.text))
     text = bytearray().join((begin, body.text, b"}"))
     _fill_holes(text, body, digests, first_byte=len(begin))
-    return PartText(text=text, features=body.features)
+    return PartText(text=_within_limit(text), features=body.features)
 
 
 def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8], *, first_byte: int) -> None:
     array = np.frombuffer(text, dtype=np.uint8)
     array[(body.holes + first_byte)[:, None] + np.arange(32)] = _HEX[digests].reshape(len(body.holes), 32)
+
+
+def _within_limit(text: bytearray) -> bytearray:
+    """Return the text of a manifest, or of a part, that readers take: without the digests of leaves where it would be
+    too long with them, at some 100 TB. UsageError when it is too long without them."""
+    if len(text) > limits.MANIFEST_BYTES_MAX:
+        text = bytearray(_LEAF_DIGESTS.sub(rb"\1", text))
+    limits.check_manifest_bytes(len(text))
+    return text
 
 
 def encode_manifest(
@@ -163,9 +174,9 @@ def encode_manifest(
     for part in others:
         listed += [b"," if listed else b',"others":[', part.text]
     texts = (begin, body.text, *listed, b"]" if listed else b"", DIGEST_MARK, bytes(32), b'"}\n')
-    limits.check_manifest_bytes(sum(map(len, texts)))
     raw = bytearray().join(texts)
     _fill_holes(raw, body, digests, first_byte=len(begin))
+    raw = _within_limit(raw)
     raw[-35:-3] = xxhash.xxh3_128_hexdigest(memoryview(raw)[:-END_BYTES]).encode("ascii")
     return raw
 

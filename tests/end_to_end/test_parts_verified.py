@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.errors import CorruptError
+from asyncckpt.format import limits
 from asyncckpt.formats import torch_file
 from asyncckpt.model.leaf import LEAF_BYTES
 from tests.bad_input.crafted import Crafted, Document, block
@@ -151,3 +152,28 @@ def test_deltas_and_what_is_compacted_of_them(tmp_path: Path) -> None:
         loaded = asyncckpt.HashTable("t", 256, capacity=len(ids))
         asyncckpt.Loader(path, {"t": loaded}, {"w": torch.zeros_like(WHOLE)}).load()
         assert loaded.read(ids)["embedding"][:, 0].double().sum() == ids[9000:].sum()
+
+
+@pytest.mark.parametrize("ranks_count", [1, 3])
+def test_a_manifest_that_would_be_too_long_has_no_digests_of_leaves(
+    ranks_count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = 'x","bytes":1,"leaf_digests":"' + "0" * 32 + '","digest":"' + "0" * 32 + '"}'  # A name, and it stays.
+
+    def save(path: Path) -> None:
+        for rank in range(ranks_count):
+            state = {f"w{rank}": WHOLE, f"{rank}{odd}": torch.ones(1), f"v{rank}": odd}
+            in_turn = asyncckpt.RankOptions(in_turn=True)
+            with asyncckpt.Saver(rank, ranks_count, ranks_count, path, {}, state, ranks=in_turn) as saver:
+                saver.save(0)
+
+    save(tmp_path / "with")
+    longest = len(Crafted(tmp_path / "with", 0).raw())
+    monkeypatch.setattr(limits, "MANIFEST_BYTES_MAX", longest - 1)
+    save(tmp_path / "without")
+    assert len(Crafted(tmp_path / "without", 0).raw()) == longest - ranks_count * len(',"leaf_digests":""' + 96 * "0")
+    asyncckpt.verify(tmp_path / "without")
+    loaded = asyncckpt.load(tmp_path / "without")
+    for rank in range(ranks_count):
+        assert torch.equal(loaded[f"w{rank}"], WHOLE)
+        assert (loaded[f"{rank}{odd}"], loaded[f"v{rank}"]) == (1, odd)
