@@ -72,6 +72,7 @@ class Save:
     watched: dict[str, Watched]
     changed: set[str] = field(default_factory=set)
     uncounted: set[str] = field(default_factory=set)
+    is_cancelled: bool = False
     future: asyncckpt.SaveFuture = field(init=False)
 
 
@@ -88,6 +89,10 @@ def watched_in(state: Any, listed: Iterable[Optimizer]) -> dict[str, Watched]:
                 counters = [item.detach() for tensor in tensors for item in (tensor, local(tensor))]
                 found[name] = Watched((begin, end), {owner for owner, _ in over}, counters)
     return found
+
+
+class Interrupted(Exception):
+    """What a handler of a signal raises while a step waits."""
 
 
 class Model:
@@ -152,6 +157,22 @@ class Model:
                     del save.watched[name]
 
     @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Step: what it writes is closed before, but not by one that a signal has ended."""
+        before = [(save, dict(save.watched)) for save in self.saves]
+        self.close(optimizer)
+        self.steps_count += 1
+        try:
+            yield
+        except Interrupted:
+            for save, watched in before:
+                save.watched = watched
+            raise
+        finally:
+            self.steps_count -= 1
+            self.note_shared()
+
+    @contextmanager
     def writing(self, *tensors: torch.Tensor) -> Iterator[None]:
         """Write to tensors otherwise than by a step."""
         before = [{name: watched.now() for name, watched in save.watched.items()} for save in self.saves]
@@ -170,6 +191,9 @@ class Model:
         found = []
         for save in self.saves:
             error = save.future.exception(60)
+            if isinstance(error, asyncckpt.SaveCancelledError) and save.is_cancelled:
+                self.counts["cancelled"] += 1
+                continue
             self.counts["refused" if error else "committed"] += 1
             self.counts["uncounted"] += bool(save.uncounted)
             if error is None:

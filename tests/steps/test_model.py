@@ -28,6 +28,7 @@ pytestmark = pytest.mark.any_core
 
 SEEDS_COUNT = 60
 ROUND_COUNT = 30
+LARGE_SCALE = 100
 # What has to happen while memory of a save is open, in a hundred programs.
 HAPPENING = (
     "write", "load_module", "load_optimizer", "memory exchanged", "swap", "replace", "add_group", "train_a_stranger",
@@ -42,7 +43,7 @@ class Seams:
         self.monkeypatch, self.mesh = monkeypatch, mesh
         self.trainer: Trainer | None = None
         self.counts: Counter[str] = Counter()
-        monkeypatch.setattr(save_job, "WRITE_S_MAX", 0.02)  # Nothing that this thread writes takes longer.
+        monkeypatch.setattr(save_job, "WRITE_S_MAX", 0.05)  # Nothing that this thread writes takes longer.
         self.gates = [gates.install_before(monkeypatch), gates.install(monkeypatch)]
         wait, copy_chunk = StepCopies._wait_copied, Chunk.copy
 
@@ -63,10 +64,11 @@ class Seams:
 
     def wrong(self, seed: int, path: Path) -> list[str]:
         """Run a program; return what the model finds."""
+        scale = LARGE_SCALE if seed % 20 == 9 else 1  # So that it takes a while to copy.
         gates.watch_short(self.monkeypatch, bytes_min=(1, 1, 100)[seed % 3])
-        self.monkeypatch.setattr(step_copies, "CHUNK_BYTES", (300, 700, 5000, 1 << 20)[seed % 4])
+        self.monkeypatch.setattr(step_copies, "CHUNK_BYTES", (300, 700, 5000, 1 << 20)[seed % 4] * scale)
         kind = {3: "DTensors", 6: "sharded"}.get(seed % 8)
-        training = Training(seed, self.mesh if kind else None, is_sharded=kind == "sharded")
+        training = Training(seed, self.mesh if kind else None, is_sharded=kind == "sharded", scale=scale)
         self.trainer = trainer = Trainer(training, path, self.gates, self.counts)
         try:
             with trainer.running():

@@ -6,7 +6,7 @@ import copy
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 import asyncckpt
 from tests.steps.gate import Gate
-from tests.steps.model import Model, Optimizer, written_by
+from tests.steps.model import Interrupted, Model, Optimizer, written_by
 from tests.steps.trainings import Averaging, Training, local, parameters_of
 
 ACTIONS_COUNT = 20
@@ -35,6 +35,7 @@ class Trainer(Model):
         self.strays: list[torch.Tensor] = []
         self.when_waiting: Callable[[], None] | None = None
         self.is_early = False
+        self._handling: Callable[[], None] = self._save_in_handler
         self.log: list[str] = []
         for optimizer in training.optimizers:
             if self.random.random() < 0.85:
@@ -72,8 +73,9 @@ class Trainer(Model):
     def run(self) -> None:
         actions = [self.train, self.save, self.hold, self.open_gates, self.forward, self.wait_staged]
         actions += [self.train_with_closure, self.load_optimizer, self.load_module, self.write]
+        actions += [self.write, self.cancel, self.train_and_fail]
         if SIGNAL is not None:
-            actions += [self.train_and_signal, self.forward_and_signal]
+            actions += [self.train_and_signal, self.train_and_interrupt, self.forward_and_signal]
         if not self.training.is_sharded:
             actions += [self.swap]
         if self.training.mesh is None:
@@ -99,9 +101,27 @@ class Trainer(Model):
         state["done"]["count"] += 1
         self.call(saver, state, listed)
 
+    def cancel(self) -> None:
+        if self.saves:
+            save = self.random.choice(self.saves[-2:])
+            save.is_cancelled |= save.future.cancel()
+
+    def _send(self, handle: Callable[[], None]) -> None:
+        """Let a signal come, which is handled so."""
+        assert SIGNAL is not None
+        self._handling = handle
+        signal.raise_signal(SIGNAL)
+
     def _handle(self, *_: object) -> None:
+        self._handling()
+
+    def _save_in_handler(self) -> None:
         self.save()
         self.open_gates()
+
+    def _interrupt(self) -> None:
+        self.open_gates()
+        raise Interrupted
 
     def waits(self, *, is_copying: bool) -> None:
         """Do what is to be done while a step waits, or between two of its copies."""
@@ -110,12 +130,10 @@ class Trainer(Model):
         act, self.when_waiting = self.when_waiting or self.open_gates, None
         act()
 
-    def step(self, optimizer: Optimizer, within: Callable[[], None] | None = None) -> None:
+    def step(self, optimizer: Optimizer, within: Callable[[], object] | None = None) -> None:
         """Step. within: is called by its closure, once."""
         self.training.train_forward(optimizer)
         has_closure = within is not None or isinstance(optimizer, torch.optim.LBFGS) or self.random.random() < 0.1
-        self.close(optimizer)
-        self.steps_count += 1
         acts = [within]
 
         def closure() -> torch.Tensor:
@@ -125,9 +143,8 @@ class Trainer(Model):
             self.training.set_gradients(optimizer)
             return torch.tensor(self.random.random())
 
-        optimizer.step(closure) if has_closure else optimizer.step()  # type: ignore[arg-type]
-        self.steps_count -= 1
-        self.note_shared()
+        with self.stepping(optimizer):
+            optimizer.step(closure) if has_closure else optimizer.step()  # type: ignore[arg-type]
 
     def train(self) -> None:
         self.step(self.random.choice(self.training.optimizers))
@@ -137,8 +154,7 @@ class Trainer(Model):
 
     def train_and_signal(self) -> None:
         """Let a signal come while a step waits."""
-        assert SIGNAL is not None
-        optimizer, send = self.random.choice(self.training.optimizers), partial(signal.raise_signal, SIGNAL)
+        optimizer, send = self.random.choice(self.training.optimizers), partial(self._send, self._save_in_handler)
         if isinstance(optimizer, Averaging):
             optimizer.between = send
         else:
@@ -146,6 +162,21 @@ class Trainer(Model):
         self.step(optimizer)
         self.when_waiting, self.is_early = None, False
         vars(optimizer).pop("between", None)
+
+    def train_and_interrupt(self) -> None:
+        """Let a signal end a step while it waits, before it writes anything."""
+        self.when_waiting, self.is_early = partial(self._send, self._interrupt), self.random.random() < 0.3
+        with suppress(Interrupted):
+            self.train()
+        self.when_waiting, self.is_early = None, False
+
+    def train_and_fail(self) -> None:
+        """Step with a closure that raises, and again: until then, saves copy in their call."""
+        optimizer = self.random.choice(self.training.optimizers)
+        with suppress(ZeroDivisionError):
+            self.step(optimizer, lambda: 1 // 0)
+        self.random.choice([self.save, self.write, self.forward])()
+        self.step(optimizer)
 
     def train_a_stranger(self) -> None:
         """Step an optimizer of pieces of a parameter, that no Saver was told of."""
@@ -161,17 +192,26 @@ class Trainer(Model):
         self._forward(lambda: None)
 
     def forward_and_signal(self) -> None:
-        assert SIGNAL is not None
-        self._forward(partial(signal.raise_signal, SIGNAL))
+        self._forward(partial(self._send, self._save_in_handler))
 
     def _forward(self, between: Callable[[], None]) -> None:
         self.training.module.statistics.add_(1)  # type: ignore[operator]
-        between()
+        if self.training.is_sharded:
+            self._forward_of_all(between)
+        else:
+            between()
         for _, state, _ in self.savers:
             state["done"]["seen"].add_(1)
         if self.random.random() < 0.1:
             self.training.flat[-20:].add_(1)
             self.note_shared()
+
+    def _forward_of_all(self, between: Callable[[], None]) -> None:
+        """Between two layers: within one, what FSDP2 has gathered for it is given back by any state_dict()."""
+        layer: Any = next(self.training.module.children())
+        handle = layer.register_forward_hook(lambda *_: between())
+        self.training.module(torch.ones(2, 40))
+        handle.remove()
 
     def hold(self) -> None:
         self.random.choice(self.gates).shut()
@@ -196,15 +236,23 @@ class Trainer(Model):
             self.wait_staged()
         module = self.training.module
         content = {name: value.detach().clone() * 0.5 for name, value in module.state_dict().items()}
-        with self.writing(*module.parameters()):
-            module.load_state_dict(content)
+        swaps = self.training.mesh is None and self.random.random() < 0.3
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        try:
+            with self.writing(*module.parameters()):
+                module.load_state_dict(content)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
 
     def write(self) -> None:
         """Write to a tensor otherwise than by a step."""
         written = [tensor for item in self.training.optimizers for tensor in written_by(item) if tensor.numel()]
+        written += [item for item in self.strays if item.numel()]
         if self.random.random() < 0.4:
             written = [item for item in written if id(item) in self.exchanged] or written
-        tensor = self.random.choice([*written, *(item for item in self.strays if item.numel())])
+        if not written:
+            return
+        tensor = self.random.choice(written)
         ways: list[Callable[[], object]] = [lambda: tensor.add_(3), lambda: tensor.detach().add_(3)]
         if self.training.mesh is None:
             ways += [lambda: torch._foreach_add_([tensor], 3.0)]

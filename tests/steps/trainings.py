@@ -55,14 +55,14 @@ class Averaging(torch.optim.SGD):
 
 
 class Training:
-    """A module and its optimizers. mesh: its parameters are DTensors over it; is_sharded: by FSDP2.
+    """A module and its optimizers. mesh: its parameters are DTensors over it; is_sharded: by FSDP2. scale: of sizes.
 
     flat: what some parameters are views of; a write to one of them, or to another part, counts for all.
     """
 
-    def __init__(self, seed: int, mesh: Any = None, *, is_sharded: bool = False) -> None:
-        self.random, self.mesh, self.is_sharded = random.Random(seed), mesh, is_sharded
-        self.flat, self._flat_used, self.number = torch.arange(float(FLAT_COUNT)), 0, 0
+    def __init__(self, seed: int, mesh: Any = None, *, is_sharded: bool = False, scale: int = 1) -> None:
+        self.random, self.mesh, self.is_sharded, self._scale = random.Random(seed), mesh, is_sharded, scale
+        self.flat, self._flat_used, self.number = torch.arange(float(FLAT_COUNT * scale)), 0, 0
         self.module = self._sharded() if is_sharded else self._module()
         self.module.register_buffer("statistics", torch.arange(20.0))
         parameters = list(self.module.parameters())
@@ -75,7 +75,7 @@ class Training:
 
     def parameter(self, kind: str = "own") -> Parameter:
         """Return a new parameter of a kind."""
-        count = 0 if kind == "empty" else self.random.choice([1, 40, 700, 700, 700, 700, 2000])
+        count = 0 if kind == "empty" else self._scale * self.random.choice([1, 40, 700, 700, 700, 700, 2000])
         self.number += 1
         values = torch.arange(float(count)) / 100 + self.number
         if self.mesh is not None:
@@ -87,7 +87,7 @@ class Training:
             return Parameter(values.bfloat16())
         if kind == "strided":
             return Parameter(values.repeat_interleave(2)[::2])
-        if kind in ("view", "given") and self._flat_used + count < FLAT_COUNT - 100:
+        if kind in ("view", "given") and self._flat_used + count < len(self.flat) - 100:
             self._flat_used += count
             place = self.flat[self._flat_used - count : self._flat_used]
             if kind == "view":
