@@ -118,11 +118,13 @@ class Model:
         watched = {} if self.steps_count else watched_in(state, listed)
         self.counts["saved within a step"] += self.steps_count > 0
         save = Save(Path(saver.path), len(self.saves) + 1, values, watched)
-        while not hasattr(save, "future"):
+        for _ in range(len(self.saves) + 1):
             try:
                 save.future = saver.save_async(save.number)
+                break
             except asyncckpt.UsageError as error:  # Of an earlier one that was refused, which is looked at, too.
                 self.raised.append(error)
+        assert hasattr(save, "future"), self.raised
         self.saves.append(save)
 
     def note_shared(self) -> None:
