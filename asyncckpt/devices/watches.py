@@ -14,7 +14,6 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import WatchedCut
 from asyncckpt.native import I64
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 COUNT_S_MAX = 1.0
 """How long a table takes at most to count a write of its own."""
 
@@ -44,12 +43,13 @@ class Watch:
     ) -> Watch:
         """Watch tensors of a state and, over the same memory, those of an optimizer, once or several times over.
 
-        RuntimeError for an inference tensor, whose writes torch does not count.
+        RuntimeError for an inference tensor, whose writes torch does not count, and for a DTensor in inference mode.
         """
         is_same = all(map(is_, stepped, cycle(held)))
         counted = held if is_same else (*held, *stepped)
         # What shares the counter, for the tensor itself may be swapped with another one (torch.utils.swap_tensors).
-        counted = [item.detach() if type(item) in _PLAIN else item for item in counted]
+        with torch._C.DisableTorchFunctionSubclass():
+            counted = list(map(torch.Tensor.detach, counted))
         return Watch(held, partial(_versions, counted), name)
 
     def begin(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.steps import gate as gates
 from tests.steps.gate import Gate
@@ -26,3 +28,13 @@ def world(tmp_path: Path, gate: Gate) -> Iterator[World]:
     yield made
     gate.open()
     made.saver.close()
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """One rank, for DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import asyncckpt
 from tests.steps.gate import Gate
 
 pytestmark = pytest.mark.any_core
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def module_of(mesh: Any, kind: str) -> torch.nn.Module:
@@ -81,3 +71,30 @@ def test_a_step_waits(tmp_path: Path, mesh: Any, gate: Gate, kind: str) -> None:
         future.result(60)
     assert not torch.equal(parameter.to_local().detach(), values)
     assert torch.equal(asyncckpt.load(tmp_path, step=1)["module"]["weight"].detach(), values)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_one_that_is_swapped_is_watched(tmp_path: Path, mesh: Any, gate: Gate, kind: str, writes: bool) -> None:
+    """What counts its writes goes with its memory to the other one."""
+    module, other = module_of(mesh, kind), torch.nn.Parameter(next(module_of(mesh, kind).parameters()).detach())
+    parameter: Any = next(module.parameters())
+    with torch.no_grad():
+        parameter.add_(1)
+        while writes and other._version < parameter._version:
+            other.zero_()
+    values = parameter.to_local().detach().clone()
+    device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD(module.parameters(), lr=1.0)])
+    with asyncckpt.Saver(path=tmp_path, tensors={"module": module}, device=device) as saver:
+        with gate.held():
+            future = saver.save_async(1)
+            torch.utils.swap_tensors(parameter, other)
+            if writes:
+                with torch.no_grad():
+                    other.mul_(2)
+        if writes:
+            with pytest.raises(asyncckpt.UsageError, match=r"'module\.weight' was changed behind the call"):
+                future.result(60)
+        else:
+            future.result(60)
+            assert torch.equal(asyncckpt.load(tmp_path, step=1)["module"]["weight"].detach(), values)

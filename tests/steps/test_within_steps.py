@@ -29,20 +29,51 @@ def _in_own_hook(optimizer: torch.optim.Optimizer, save: Callable[[], Any]) -> N
     handle.remove()
 
 
-@pytest.mark.parametrize("way", [_in_closure, _in_own_hook])
+def _behind_a_step_within(optimizer: torch.optim.Optimizer, save: Callable[[], Any]) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.step()
+        save()
+        return torch.tensor(0.0)
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def _behind_the_step_of_its_base(optimizer: Any, save: Callable[[], Any]) -> None:
+    optimizer.between = save
+    optimizer.step()
+
+
+class _Longer(torch.optim.SGD):
+    """One whose step goes on behind that of the class below, in which torch calls hooks, too."""
+
+    between: Callable[[], Any] = staticmethod(lambda: None)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.between()
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(3)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "way", [_in_closure, _in_own_hook, _behind_a_step_within, _behind_the_step_of_its_base]
+)
 def test_a_save_within_a_fused_step_holds_what_was_there(tmp_path: Path, gate: Gate, way: Any) -> None:
     """Fused kernels count no version, so nothing would have been seen."""
     weight = torch.nn.Parameter(torch.arange(3000.0))
-    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    torch.optim.SGD([weight])  # torch hooks into the step of a class when one of it is made.
+    optimizer = _Longer([weight], lr=1.0, fused=True)
     weight.grad = torch.ones_like(weight)
     device = asyncckpt.DeviceOptions(optimizers=[optimizer])
     with asyncckpt.Saver(path=tmp_path, tensors={"w": weight}, device=device) as saver:
         saver.save(0)
-        before, futures = weight.detach().clone(), list[asyncckpt.SaveFuture]()
+        saved: list[tuple[torch.Tensor, asyncckpt.SaveFuture]] = []
         with gate.held():
-            way(optimizer, lambda: futures.append(saver.save_async(1)) or True)
-            assert not torch.equal(weight.detach(), before)
-        futures[0].result(60)
+            way(optimizer, lambda: saved or saved.append((weight.detach().clone(), saver.save_async(1))) or True)
+        before, future = saved[0]
+        assert not torch.equal(weight.detach(), before)
+        future.result(60)
     assert not is_stepping()
     assert torch.equal(asyncckpt.load(tmp_path, step=1)["w"].detach(), before)
 
@@ -102,3 +133,22 @@ def test_a_listener_hears_of_steps_as_long_as_it_is_held() -> None:
     weight.grad = torch.ones(3)
     torch.optim.SGD([weight], lr=1.0).step()
     assert listener.steps == 1
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_a_step_that_raised_counts_until_the_next_one(is_within: bool) -> None:
+    listener, weight = _Listener(), torch.nn.Parameter(torch.ones(3))
+    listen(listener)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def fail() -> None:
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+
+    if is_within:
+        optimizer.step(lambda: fail() or 0.0)
+    else:
+        fail()
+    assert is_stepping()
+    optimizer.step()
+    assert not is_stepping()

@@ -6,6 +6,7 @@ another hook or another thread. So listeners are in a tuple, which is replaced; 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ _listeners: tuple[weakref.ref[StepListener], ...] = ()
 _are_registered = False
 # By identity: an optimizer may have no hash.
 _stepping: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = weakref.WeakValueDictionary()
+_within: dict[int, int] = {}
+"""How many steps of an optimizer are within one of its own: in its closure, or as that of the class below."""
 
 
 def listen(listener: StepListener) -> None:
@@ -51,16 +54,35 @@ def _before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not _listeners:
         return
     # First: a save that a signal handler makes while a listener waits would be behind what that has waited for.
-    _stepping[id(optimizer)] = optimizer
+    if id(optimizer) in _stepping and _is_within_its_step(optimizer):
+        _within[id(optimizer)] = _within.get(id(optimizer), 0) + 1
+    else:
+        _within.pop(id(optimizer), None)
+        _stepping[id(optimizer)] = optimizer
     try:
         for known in _listeners:
             listener = known()
             if listener is not None:
                 listener.before_step(optimizer)
     except BaseException:  # The step does not begin.
-        _stepping.pop(id(optimizer), None)
+        _after(optimizer)
         raise
 
 
 def _after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _stepping.pop(id(optimizer), None)
+    count = _within.pop(id(optimizer), 0)
+    if count > 1:
+        _within[id(optimizer)] = count - 1
+    elif not count:
+        _stepping.pop(id(optimizer), None)
+
+
+def _is_within_its_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step that calls hooks now is within another one of its optimizer, which has not raised."""
+    calling = sys._getframe(2)
+    outer = calling.f_back
+    while outer is not None:
+        if outer.f_code is calling.f_code and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False
