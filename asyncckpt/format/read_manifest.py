@@ -276,9 +276,11 @@ def _leaf_digests(fields: Fields, size: int, digest: bytes) -> bytes:
     """Return the digests of the leaves, of which the block's own is made; empty where there are none."""
     if fields.absent("leaf_digests"):
         return b""
-    text = fields.text("leaf_digests")
-    if not _HEX.fullmatch(text) or len(text) != 2 * DIGEST_BYTES * leaves_count(size):
-        raise fields.wrong("leaf_digests", f"{leaves_count(size)} digests of 32 lower-case hexadecimal digits")
+    text, count = fields.text("leaf_digests"), leaves_count(size)
+    if not count:
+        raise fields.wrong("leaf_digests", f"none: a block of {size} bytes has no leaves beside itself")
+    if len(text) != 2 * DIGEST_BYTES * count or not _HEX.fullmatch(text):
+        raise fields.wrong("leaf_digests", f"{count} digests of 32 lower-case hexadecimal digits")
     leaves = bytes.fromhex(text)
     if xxhash.xxh3_128_digest(leaves) != digest:
         raise fields.wrong("leaf_digests", "those of which the digest is made")

@@ -312,8 +312,9 @@ class NativeDigester:
         self._bytes = 0
 
     def update(self, address: int, bytes: int) -> None:
-        call(self._library.ac_digester_update, self._handle, address, bytes)
+        # Before the call: whatever is raised behind it, there is room for all leaves that the core holds.
         self._bytes += bytes
+        call(self._library.ac_digester_update, self._handle, address, bytes)
 
     def end(self) -> bytes:
         return bytes(self.end_rows()[0])

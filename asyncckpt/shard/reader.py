@@ -243,14 +243,17 @@ class ChainReader:
         digest (BlockFacts.part_around)."""
         block, manifest = self.block(number), self._chain.manifests[self._place_of(number)]
         size = block.placed.spec.bytes
-        expected = block.digest_of(begin, size if end is None else end)
+        end = size if end is None else end
+        is_whole = (begin, end) == (0, size)
+        expected = block.digest_of(begin, end)
         if digest == expected:
-            if (begin, end) in ((0, None), (0, size)):
+            if is_whole:
                 self._checked.add(number)
             return
         file = manifest.head.files[block.placed.file_index]
+        part = "" if is_whole else f"bytes {begin} to {end} of "
         raise CorruptError(
-            f"shard file {file.path!r} of step {manifest.step} is corrupt: block {block.placed.spec.name!r} at "
+            f"shard file {file.path!r} of step {manifest.step} is corrupt: {part}block {block.placed.spec.name!r} at "
             f"offset {block.placed.offset} has another digest",
             found=digest.hex(),
             expected=expected.hex(),

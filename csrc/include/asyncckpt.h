@@ -113,9 +113,9 @@ typedef struct ac_drain_options {
   uint32_t sync;            /* non-zero: fsync each file after its last byte */
 } ac_drain_options;
 
-/* Write every file (reserve its space, write, truncate to its length, fsync) and compute the digest of every span, at the
- * same time; leaves: as of ac_digest. A direct write that the file system refuses with EINVAL continues without O_DIRECT. A failed fsync is not
- * retried. */
+/* Write every file (reserve its space, write, truncate to its length, fsync) and compute the digest of every span, at
+ * the same time; leaves: as of ac_digest. A direct write that the file system refuses with EINVAL continues without
+ * O_DIRECT. A failed fsync is not retried. */
 AC_API int32_t ac_drain(const ac_file* files, uint64_t files_count, const ac_span* spans, uint64_t spans_count,
                         uint8_t* digests, uint8_t* leaves, const ac_drain_options* options, uint64_t* bytes_done,
                         const int32_t* cancel, ac_error* error);

@@ -83,7 +83,8 @@ def test_damage_in_a_leaf_is_found_by_who_reads_it(at: int, tmp_path: Path) -> N
     for begin, end in ((0, 5000), (5300, 10_000), (10_500, ROWS)):
         leaves = range(begin * 800 // LEAF_BYTES, -(-end * 800 // LEAF_BYTES))
         if at // LEAF_BYTES in leaves:
-            with pytest.raises(CorruptError, match="block 'w' at offset"):
+            part = f"bytes {leaves.start * LEAF_BYTES} to {min(leaves.stop * LEAF_BYTES, WHOLE.nbytes)}"
+            with pytest.raises(CorruptError, match=f"{part} of block 'w' at offset"):
                 load_rows(tmp_path, begin, end)
         else:
             load_rows(tmp_path, begin, end)
@@ -119,6 +120,15 @@ def test_wrong_digests_of_leaves_are_refused(name: str, change: Callable[[str], 
     Crafted(tmp_path, 0).edit(edit)
     with pytest.raises(CorruptError, match="leaf_digests is wrong"):
         load_rows(tmp_path, 2000, 3000)
+
+
+@pytest.mark.parametrize("text", ["", "0" * 32])
+def test_blocks_of_one_leaf_have_no_digests_of_leaves(text: str, tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.zeros(LEAF_BYTES // 4)}) as saver:
+        saver.save(0)
+    Crafted(tmp_path, 0).edit_block("w", leaf_digests=text)
+    with pytest.raises(CorruptError, match=r"leaf_digests is wrong, .* has no leaves beside itself"):
+        asyncckpt.verify(tmp_path)
 
 
 def test_a_table_read_by_more_ranks(tmp_path: Path) -> None:

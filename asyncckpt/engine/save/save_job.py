@@ -221,7 +221,7 @@ class Written:
         if self.dense_structure is None:
             return body_structure(self.body)
         tables = [(facts.name, facts.shard, facts.whole, bool(facts.removed_count)) for facts in self.tables]
-        return f"{self.dense_structure} {len(self.body.holes)} {tables}"
+        return f"{self.dense_structure} {self.body.blocks_count} {tables}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from asyncckpt.native import DIGEST_BYTES, LEAF_BYTES, U8, U64, Core, row_begins
+from asyncckpt.native import DIGEST_BYTES, LEAF_BYTES, U8, U64, Core, library, row_begins
 
 # XXH3 changes its way of working at 16, 128, 240 and 1024 bytes.
 SIZES = [0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 240, 241, 1024, 1025, 65536, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1]
@@ -92,3 +92,22 @@ def test_digesters_do_not_mix(core: Core, rng: np.random.Generator, digest_of: C
 def test_wrong_table_is_refused(core: Core) -> None:
     with pytest.raises(ValueError, match="spans must be"):
         core.digest(np.zeros((1, 3), dtype=np.uint64))
+
+
+def test_a_digester_whose_call_was_interrupted_has_room_for_its_leaves(
+    native: Core, rows_of: Callable[[bytes], list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler of a signal raises behind the native call, which has taken the bytes."""
+    data = np.zeros(4 * LEAF_BYTES, dtype=np.uint8)
+    call = library.call
+
+    def interrupted(*arguments: object) -> None:
+        call(*arguments)
+        raise KeyboardInterrupt
+
+    digester = native.digester()
+    with monkeypatch.context() as patched:
+        patched.setattr(library, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            digester.update(data.ctypes.data, data.size)
+    assert [row.tobytes() for row in digester.end_rows()] == rows_of(data.tobytes())
