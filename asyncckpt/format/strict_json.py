@@ -80,7 +80,8 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-_MANY_DIGITS = re.compile(rf"\d{{{limits.INTEGER_DIGITS_MAX}}}")
+# Looked for at the begin of a run of digits only: at each of its places it would take as long as the run is.
+_MANY_DIGITS = re.compile(rf"(?<!\d)\d{{{limits.INTEGER_DIGITS_MAX}}}")
 
 
 def _int(text: str) -> int:
