@@ -235,7 +235,7 @@ class ChainReader:
         self._checked.add(number)
 
     def has_checked(self, numbers: Iterable[int]) -> bool:
-        """Return whether all of these blocks that hold bytes were read in full and found sound, or passed over."""
+        """Return whether all that was wanted of these blocks was read and found sound; of some, that may be nothing."""
         return all(number in self._checked for number in numbers if self.block(number).placed.spec.bytes)
 
     def check(self, number: int, digest: bytes, *, begin: int = 0, end: int | None = None) -> None:
@@ -247,8 +247,7 @@ class ChainReader:
         is_whole = (begin, end) == (0, size)
         expected = block.digest_of(begin, end)
         if digest == expected:
-            if is_whole:
-                self._checked.add(number)
+            self._checked.add(number)
             return
         file = manifest.head.files[block.placed.file_index]
         part = "" if is_whole else f"bytes {begin} to {end} of "

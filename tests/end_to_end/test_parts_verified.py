@@ -187,3 +187,13 @@ def test_a_manifest_that_would_be_too_long_has_no_digests_of_leaves(
     for rank in range(ranks_count):
         assert torch.equal(loaded[f"w{rank}"], WHOLE)
         assert (loaded[f"{rank}{odd}"], loaded[f"v{rank}"]) == (1, odd)
+
+
+def test_a_step_of_which_a_part_was_read_is_kept(tmp_path: Path) -> None:
+    """As one of which all was read: each rank of a job reads a part."""
+    saved_behind(tmp_path)
+    load_rows(tmp_path, 2000, 3000)
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": WHOLE}, keep=1) as saver:
+        for step in (1, 2):
+            saver.save(step)
+    assert set(asyncckpt.checkpoints.summaries(tmp_path)) == {0, 2}
