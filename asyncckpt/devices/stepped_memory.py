@@ -46,13 +46,13 @@ class KeptPlaces:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Known:
-    """Where the memory of an optimizer was, and whose it is."""
+    """Where the memory of an optimizer was, and, once a step has asked, whose it is."""
 
     begins: U64
     spans: I64
-    owners: frozenset[int]
+    owners: frozenset[int] | None = None
 
 
 class SteppedMemory:
@@ -102,7 +102,7 @@ class SteppedMemory:
         self.tensors = [tensors[number] for number in order.tolist()]
         self.counted = [counted[number] for number in order.tolist()]
         self.owners = owners[order]
-        self._known = [_Known(own[0], own[2], self._owners_of(own[0], own[2])) for own in read]
+        self._known = [_Known(own[0], own[2]) for own in read]
 
     def find(self, begins: U64, bytes: I64) -> I64:
         """Return the number of a tensor that begins where a memory range does and is not shorter; -1: there is none."""
@@ -131,10 +131,11 @@ class SteppedMemory:
             tensors = _tensors_of(optimizer)[0]
             begins, _, spans = places_of(tensors) if number is None else self._places[number].of(tensors)
             known = None if number is None else self._known[number]
-            if known is not None and np.array_equal(begins, known.begins) and np.array_equal(spans, known.spans):
-                owners = known.owners
-            else:
-                owners = self._owners_of(begins, spans)
+            if known is None or not all(map(np.array_equal, (begins, spans), (known.begins, known.spans))):
+                known = _Known(begins, spans)
+            if known.owners is None:
+                known.owners = self._owners_of(begins, spans)
+            owners = known.owners
             if number is not None:  # Its own, too: what it has left is still to be compared with what it was.
                 owners |= {number}
         if not self._tables:
