@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
+import torch
 
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
@@ -21,6 +22,8 @@ from asyncckpt.plan.image import FilePlan, ImagePlan
 from asyncckpt.shard.sent import send_file
 from asyncckpt.shard.target import OpenShard, ShardFiles, ShardTarget
 from asyncckpt.storage.store_folder import StoreFolder
+
+DIGEST_THREADS_MAX = 4  # They are as fast as most memory.
 
 
 def drain_images(
@@ -77,9 +80,15 @@ def _on_page(header: bytes) -> U8:
 
 
 def drain_options(options: SaveOptions, files_count: int) -> DrainOptions:
-    """Choose the threads. One writer reaches the limit of one disk; machines with more cores have more disks."""
+    """Choose the threads. One writer reaches the limit of one disk; machines with more cores have more disks.
+
+    A trainer on all cores waits in each operation for its slowest thread: to take a bit of every core for digests
+    costs it less time than to take one core for longer.
+    """
     writers = max(1, min(options.parallel, files_count, core.cores_count // 4))
-    return DrainOptions(writers=writers, digest_threads=writers, sync=options.durability == "fsync")
+    takes_all = torch.get_num_threads() >= core.cores_count
+    digest_threads = max(writers, min(DIGEST_THREADS_MAX, core.cores_count)) if takes_all else writers
+    return DrainOptions(writers=writers, digest_threads=digest_threads, sync=options.durability == "fsync")
 
 
 def _send_all(
