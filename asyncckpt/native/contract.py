@@ -276,8 +276,7 @@ class Core(Protocol):
         ...
 
     def digest(self, spans: U64, *, threads: int = 1, leaves: bool = False) -> U8:
-        """Return digests, uint8 [n, 16], of spans, uint64 [n, 2] of (address, bytes); leaves: with those of their
-        leaves, as digest_rows.py says."""
+        """Return digests, uint8 [n, 16], of spans, uint64 [n, 2] of (address, bytes); leaves: as of `drain`."""
         ...
 
     def digester(self) -> Digester: ...

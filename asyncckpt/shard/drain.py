@@ -23,7 +23,7 @@ from asyncckpt.shard.sent import send_file
 from asyncckpt.shard.target import OpenShard, ShardFiles, ShardTarget
 from asyncckpt.storage.store_folder import StoreFolder
 
-DIGEST_THREADS_MAX = 4  # They are as fast as most memory.
+DIGEST_THREADS_MAX = 4  # Beside a trainer on all cores: so many are as fast as the memory of most machines.
 
 
 def drain_images(
