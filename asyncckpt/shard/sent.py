@@ -10,16 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 
 import numpy as np
 
 from asyncckpt.errors import DeadlineError, IOFailedError, SaveCancelledError
-from asyncckpt.guard import Guard
 from asyncckpt.native import U8, memory_at
 from asyncckpt.storage.object_store import is_timeout, part_bytes_of
 from asyncckpt.storage.store_folder import StoreFolder
@@ -31,6 +28,7 @@ FIRST_PAUSE_S = 0.2
 PAUSE_S_MAX = 30.0
 LOOK_S = 0.1
 LET_GO_S_MAX = 3600.0
+LET_GO_LOOK_S = 0.01
 
 
 def send_file(
@@ -67,50 +65,39 @@ def send_file(
 
 
 def _put(folder: StoreFolder, name: str, pieces: Sequence[tuple[int, int]], take: Callable[[int], None]) -> None:
-    bytes = sum(size for _, size in pieces)
-    part_bytes, held = part_bytes_of(bytes), _Held()
-    small = bytes <= part_bytes and len(pieces) != 1  # One request instead of three.
+    total = sum(size for _, size in pieces)
+    part_bytes = part_bytes_of(total)
+    small = total <= part_bytes and len(pieces) != 1  # One request instead of three.
+    views: list[memoryview] = []
 
-    def parts() -> Iterator[U8]:
+    def parts() -> Iterator[memoryview]:
         offset = 0
         for address, size in pieces:
             for begin in range(0, size, part_bytes):
                 end = min(begin + part_bytes, size)
                 take(offset + end)
-                yield held.view(address + begin, end - begin)  # Not kept here: an error shows this frame to the end.
+                views.append(memory_at(address + begin, end - begin))
+                yield views[-1]
             offset += size
 
     try:
-        taken: Iterable[U8] = [np.concatenate([*parts()])] if small else parts()
+        taken: Iterable[memoryview | bytes] = [b"".join(parts())] if small else parts()
         folder.store.put(folder.key(name), taken, part_bytes=part_bytes, parallel=PARTS_AT_ONCE)
     finally:
-        held.wait(f"the upload of {name!r}")
+        _let_go(views, f"the upload of {name!r}")
 
 
-class _Held:
-    """Views of memory that somebody still has."""
-
-    def __init__(self) -> None:
-        self._addresses: set[int] = set()
-        self._guard = Guard()
-        self._changed = threading.Condition(self._guard)
-
-    def view(self, address: int, bytes: int) -> U8:
-        view = np.frombuffer(memory_at(address, bytes), dtype=np.uint8)
-        with self._guard:
-            self._addresses.add(address)
-        weakref.finalize(view, self._let_go, address)
-        return view
-
-    def _let_go(self, address: int) -> None:
-        with self._guard.again():  # Of a collection, maybe in the middle of `view`.
-            self._addresses.discard(address)
-            self._changed.notify_all()
-
-    def wait(self, what: str) -> None:
-        with self._guard:
-            if not self._changed.wait_for(lambda: not self._addresses, LET_GO_S_MAX):
-                raise DeadlineError(f"{what} has not let go of its memory within {LET_GO_S_MAX} s")
+def _let_go(views: list[memoryview], what: str) -> None:
+    """Return when nobody reads these views, and nobody can: frames of an error still hold them, but released."""
+    until = time.monotonic() + LET_GO_S_MAX
+    while views:
+        try:
+            views[-1].release()
+            views.pop()
+        except BufferError:  # A thread of the store client has it.
+            if time.monotonic() > until:
+                raise DeadlineError(f"{what} has not let go of its memory within {LET_GO_S_MAX} s") from None
+            time.sleep(LET_GO_LOOK_S)
 
 
 class SentShard:

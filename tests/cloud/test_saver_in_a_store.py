@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from asyncckpt.engine.upload.upload_attempt import upload_attempt
 from asyncckpt.filters import WriteBlock
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.native import memory_at
 from asyncckpt.plan import image
-from asyncckpt.shard import sent
+from asyncckpt.shard import drain, sent
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage import object_store
 from asyncckpt.storage.object_store import ObjectStore
@@ -53,6 +55,13 @@ def is_equal(loaded: dict[str, Any], value: float) -> bool:
 
 def objects(url: str, folder: str = "data") -> set[str]:
     return keys(ObjectStore(StoreUrl.of(url)), folder)
+
+
+def is_released(view: memoryview) -> bool:
+    try:
+        return view.nbytes < 0
+    except ValueError:
+        return True
 
 
 def keys(store: ObjectStore, folder: str = "data") -> set[str]:
@@ -245,20 +254,19 @@ def test_an_arena_is_given_back_when_nothing_reads_it(
     proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also behind an upload that fails while its parts are on their way."""
-    views: list[weakref.ref[Any]] = []
-    view, release = sent._Held.view, pool.release
+    views: list[memoryview] = []
+    release = pool.release
     left: list[int] = []
 
-    def noted(self: Any, address: int, bytes: int) -> Any:
-        made = view(self, address, bytes)
-        views.append(weakref.ref(made))
-        return made
+    def noted(address: int, bytes: int) -> memoryview:
+        views.append(memory_at(address, bytes))
+        return views[-1]
 
     def released(arena: Any) -> None:
-        left.append(sum(one() is not None for one in views))
+        left.append(sum(not is_released(view) for view in views))
         release(arena)
 
-    monkeypatch.setattr(sent._Held, "view", noted)
+    monkeypatch.setattr(sent, "memory_at", noted)
     monkeypatch.setattr(pool, "release", released)
     with asyncckpt.Saver(path=url, tensors=state(), parallel=2) as saver:
         proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if request.kind == "part" else None
@@ -299,6 +307,37 @@ def test_a_cancelled_save_leaves_nothing(proxy: FaultProxy, url: str) -> None:
         assert objects(url) == set()
         saver.save(0)
     assert is_equal(asyncckpt.load(url), 1)
+
+
+@pytest.mark.parametrize("parts_before", range(4))
+def test_a_cancelled_save_ends_at_any_part(
+    proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch, parts_before: int
+) -> None:
+    """Also when the parts before are on their way, and answered with errors: who waits for them gets them back."""
+    future: list[asyncckpt.SaveFuture] = []
+    monkeypatch.setattr(sent, "LET_GO_S_MAX", 20.0)
+    send_file = sent.send_file
+
+    def cancelled(folder: Any, name: str, pieces: Any, *, sent: Any, check: Callable[[], None]) -> None:
+        taken = itertools.count()
+
+        def look() -> None:
+            if next(taken) == parts_before:
+                while not future or (parts_before > 1 and not proxy.of_kind("part")):
+                    time.sleep(0.01)
+                assert future[0].cancel()
+            check()
+
+        send_file(folder, name, pieces, sent=sent, check=look)
+
+    monkeypatch.setattr(drain, "send_file", cancelled)
+    with asyncckpt.Saver(path=url, tensors={"weight": torch.ones(5 << 20)}, parallel=2) as saver:
+        proxy.fault = lambda request: Fault(answer=(503, "SlowDown")) if request.kind == "part" else None
+        future.append(saver.save_async(0))
+        with pytest.raises(asyncckpt.SaveCancelledError):
+            future[0].result()
+        proxy.fault = lambda request: None
+        assert objects(url) == set()
 
 
 def test_what_needs_a_disk_is_refused(owner: seaweed.Server, url: str) -> None:
