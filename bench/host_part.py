@@ -5,7 +5,9 @@ in all; what is done for every tensor (taking the state apart, looking for its a
 10,000 small parameters and its AdamW are on the host, also with `optimizers=`, and so is one tensor alone. Beside each
 figure is that with the state walked anew at each save (docs/decisions/0029-walks-are-kept.md), and with the facts of
 tensors read by torch, a call for each, too, as where the core cannot
-(docs/decisions/0028-tensors-are-read-by-the-core.md).
+(docs/decisions/0028-tensors-are-read-by-the-core.md). Apart: the same calls one behind the other, when little of what
+they need has left the caches of the processor; and beside a thread that runs nothing but bytecode, so that the call has
+to wait for the interpreter lock each time that it has given it up.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ ELEMENTS = 1000
 CALLS = 9
 WAIT_S = 300
 WAYS = ("kept", "anew", "torch")
+WARM, BESIDE = CIRCUMSTANCES = ("one behind the other", "beside bytecode")
 
 
 def run_host_part(
@@ -59,12 +62,20 @@ def run_host_part(
                     with read_by(way), state_of(count, parameters) as state:
                         optimizers = [state["optimizer"]] if shown.endswith(STEPPED) else []
                         calls = times_of(state, folder / f"{index}-{place}-{way}", optimizers)
-                    figures.append({"state": shown, "way": way, **calls})
+                        figures.append({"state": shown, "way": way, **calls})
+                        for other in CIRCUMSTANCES if way == "kept" else ():
+                            calls = times_of(state, folder / f"{index}-{place}-{other}", optimizers, other)
+                            figures.append({"state": shown, "way": other, **calls})
         floors = floors_of(parameters, folder / "0-0-kept")
-    kinds = [(way, kind) for kind in ("seconds", "processor_seconds") for way in WAYS]
+    kinds, others = (
+        [(way, kind) for kind in ("seconds", "processor_seconds") for way in ways] for ways in (WAYS, CIRCUMSTANCES)
+    )
     rows = [[shown, *(number(_median(figures, shown, *kind) * 1e3, 2) for kind in kinds)] for shown, _ in states]
     columns = ["state", *(f"{'ms' if kind == 'seconds' else 'processor ms'}, {way}" for way, kind in kinds)]
     print_table(console, f"save_async, medians of {rounds} rounds of {CALLS} calls", columns, rows)
+    rows = [[shown, *(number(_median(figures, shown, *kind) * 1e3, 2) for kind in others)] for shown, _ in states]
+    columns = ["state", *(f"{'ms' if kind == 'seconds' else 'processor ms'}, {other}" for other, kind in others)]
+    print_table(console, "the same, kept, in other circumstances", columns, rows)
     rows = [[part, number(seconds * 1e3, 2)] for part, seconds in floors.items()]
     print_table(console, "what a call does not leave out", ["part", "ms"], rows)
     write_json(Path(f"{out}.json"), {"machine": machine(), "calls": figures, "floors": floors})
@@ -106,16 +117,21 @@ def state_of(count: int | None, parameters: int, device: str = "") -> Iterator[M
 
 
 def times_of(
-    state: Mapping[str, Any], path: Path, optimizers: Sequence[torch.optim.Optimizer] = ()
+    state: Mapping[str, Any], path: Path, optimizers: Sequence[torch.optim.Optimizer] = (), circumstances: str = ""
 ) -> dict[str, float]:
-    """The medians of some calls, but for the first ones, which make what later ones use."""
+    """The medians of some calls, but for the first ones, which make what later ones use.
+
+    Each behind a garbage collection, unless they are made one behind the other.
+    """
     seconds, processor_seconds = [], []
     device = asyncckpt.DeviceOptions(optimizers=optimizers)
-    with asyncckpt.Saver(path=path, tensors=state, durability="none", filter_func=_drop, device=device) as saver:
+    saving = asyncckpt.Saver(path=path, tensors=state, durability="none", filter_func=_drop, device=device)
+    with saving as saver, _bytecode() if circumstances == BESIDE else nullcontext():
         for _ in range(2):
             saver.save_async().result(WAIT_S)
         for _ in range(CALLS):
-            gc.collect()
+            if circumstances != WARM:
+                gc.collect()
             begun, begun_processor = time.perf_counter(), time.thread_time()
             future = saver.save_async()
             seconds.append(time.perf_counter() - begun)
@@ -155,6 +171,24 @@ def floors_of(parameters: int, path: Path) -> dict[str, float]:
                 tensors, _ = kept.recorded.lists(taken)
                 timed(of_module + "compare them with what they were", kept.known.places, tensors)
     return {part: median_of(seconds) for part, seconds in found.items()}
+
+
+@contextmanager
+def _bytecode() -> Iterator[None]:
+    """Run a thread that gives the interpreter lock up only when it is asked for."""
+    is_enough = threading.Event()
+
+    def run() -> None:
+        while not is_enough.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_enough.set()
+        thread.join()
 
 
 def _drop(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:

@@ -28,7 +28,7 @@ from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.process.background import background, short_handovers
+from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.held_directory import commits_of, start_retention
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.ranks.open_directory import open_alone
@@ -41,7 +41,7 @@ from asyncckpt.signals import uninterrupted
 @contextlib.contextmanager
 def save_lock_held(kind: Literal["save", "load"], path: Place, step: int | None) -> Iterator[None]:
     """Hold the save lock of the process; waits for saves and loads in flight."""
-    with save_lock.held(kind, path, step, busy=BusyPolicy("wait")), short_handovers():  # The trainer may run beside.
+    with save_lock.held(kind, path, step, busy=BusyPolicy("wait")):
         yield
 
 

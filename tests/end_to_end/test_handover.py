@@ -1,9 +1,10 @@
-"""The interpreter's switch interval is short during a save, and the user's own afterwards."""
+"""The interpreter's switch interval is short while a save or load is in flight, and the user's own afterwards."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.process.background import HANDOVER_S_MAX
+from asyncckpt.engine.process.handovers import HANDOVER_S_MAX
 from asyncckpt.model.write_block import WriteBlock
 
 USUAL_S = 0.005
@@ -42,6 +43,76 @@ def intervals_during_a_save(path: Path, *, set_to: float | None = None) -> list[
 
 def test_it_is_short_during_a_save(tmp_path: Path) -> None:
     assert intervals_during_a_save(tmp_path) == pytest.approx([HANDOVER_S_MAX, USUAL_S])
+
+
+class Looking:
+    """An object that looks at it in the call that saves it, and in the one that loads it."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def state_dict(self) -> dict[str, int]:
+        self.seen.append(sys.getswitchinterval())
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen.append(sys.getswitchinterval())
+
+
+@pytest.mark.parametrize("kind", ["save_async", "save", "load"])
+def test_it_is_short_in_the_call(tmp_path: Path, kind: str) -> None:
+    looking = Looking()
+    state = {"object": looking}
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        saver.save(1)
+        looking.seen.clear()
+        if kind == "load":
+            asyncckpt.Loader(tmp_path, tensors=state).load()
+        else:
+            saver.save_async(2).result(60) if kind == "save_async" else saver.save(2)
+        assert len(looking.seen) > 0
+        assert looking.seen == pytest.approx([HANDOVER_S_MAX] * len(looking.seen))
+        assert sys.getswitchinterval() == pytest.approx(USUAL_S)
+
+
+def test_it_is_short_until_the_last_one_in_flight_ends(tmp_path: Path) -> None:
+    may_end, seen = threading.Event(), []
+
+    def wait(blocks: list[WriteBlock]) -> list[WriteBlock]:
+        assert may_end.wait(60)
+        seen.append(sys.getswitchinterval())
+        return blocks
+
+    tensors = {"x": torch.zeros(3)}
+    with (
+        asyncckpt.Saver(path=tmp_path / "a", tensors=tensors, on_busy="queue") as first,
+        asyncckpt.Saver(path=tmp_path / "b", tensors=tensors, on_busy="queue", filter_func=wait) as second,
+    ):
+        futures = [first.save_async(1), second.save_async(1)]
+        futures[0].result(60)
+        seen.append(sys.getswitchinterval())
+        may_end.set()
+        futures[1].result(60)
+        seen.append(sys.getswitchinterval())
+    assert seen == pytest.approx([HANDOVER_S_MAX, HANDOVER_S_MAX, USUAL_S])
+
+
+def test_a_skipped_or_refused_call_leaves_it(tmp_path: Path) -> None:
+    may_end = threading.Event()
+
+    def wait(blocks: list[WriteBlock]) -> list[WriteBlock]:
+        assert may_end.wait(60)
+        return blocks
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.zeros(3)}, filter_func=wait) as saver:
+        future = saver.save_async(1)
+        assert saver.save_async(2, on_busy="skip").result(60).skipped
+        with pytest.raises(asyncckpt.SaveInProgressError):
+            saver.save_async(2, on_busy="raise")
+        assert sys.getswitchinterval() == pytest.approx(HANDOVER_S_MAX)
+        may_end.set()
+        future.result(60)
+        assert sys.getswitchinterval() == pytest.approx(USUAL_S)
 
 
 def test_what_the_user_sets_meanwhile_stays(tmp_path: Path) -> None:

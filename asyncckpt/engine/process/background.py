@@ -23,7 +23,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -45,9 +45,7 @@ REWRITERS_MAX = 2
 SENDERS_MAX = 4
 UPLOADERS_MAX = 2  # One for each Saver; the threads of obstore move the bytes.
 TALKERS_MAX = 3  # One sends, one receives, one waits for what another rank has left.
-HANDOVER_S_MAX = 0.0002
 BEGIN_BEHIND_S = 0.0005  # Whoever has started the thread is at the end of a call that training waits for.
-_usual_s: list[float] = []  # What to give back to a child that is forked meanwhile: it has no background.
 
 _loop_thread = IdleEndingThreads("asyncckpt-background", 1)
 copiers = IdleEndingThreads("asyncckpt-copier", 1)  # Apart: its priority may be low.
@@ -251,33 +249,4 @@ async def run_on(threads: Executor, function: Callable[..., T], *arguments: Any)
     return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 
 
-@contextlib.contextmanager
-def short_handovers() -> Iterator[None]:
-    """Let waits for the interpreter lock end within HANDOVER_S_MAX; one thread of the process at a time.
-
-    A save takes the lock some forty times, for moments, and a trainer that runs nothing but bytecode gives it up only
-    after the switch interval, 5 ms by default: together a fifth of a second, in which the disk has nothing to do. The
-    interval counts only while a thread waits for the lock, so a shorter one takes no time from a trainer that is alone.
-    """
-    before = sys.getswitchinterval()
-    if before <= HANDOVER_S_MAX:
-        yield
-        return
-    sys.setswitchinterval(HANDOVER_S_MAX)
-    ours = sys.getswitchinterval()
-    _usual_s.append(before)
-    try:
-        yield
-    finally:
-        _usual_s.clear()
-        if sys.getswitchinterval() == ours:  # Else the user has set another one meanwhile.
-            sys.setswitchinterval(before)
-
-
-def _give_back_in_child() -> None:
-    if _usual_s:
-        sys.setswitchinterval(_usual_s.pop())
-
-
 register_at_fork(after_in_child=background.forget)
-register_at_fork(after_in_child=_give_back_in_child)

@@ -10,6 +10,8 @@ Queued saves hold tickets behind the first one; the background thread works them
 order. A save joins them only behind saves whose state is captured: never while a load, a capture, a blocking save or a
 DCP save may still change the state, or hold it. The staging of a state for DCP joins all but loads. None of them passes
 a ticket that asks for longer, so whoever waits for all of them has its turn.
+
+While a ticket is held, handovers of the interpreter lock are short.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncckpt.engine.process.background import background, check_may_wait
+from asyncckpt.engine.process.handovers import Handovers
 from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import Place
@@ -71,6 +74,7 @@ class SaveLock:
         self._changed = threading.Condition(self._guard)
         self._asking: list[Ticket] = []
         self._held: list[Ticket] = []
+        self._handovers = Handovers()
 
     def acquire(
         self,
@@ -91,6 +95,7 @@ class SaveLock:
                 may_hold = self._await_turn(ticket, on_busy, deadline_s, before_wait)
                 if may_hold:
                     self._held.append(ticket)
+                    self._note_handovers()
                 return may_hold
             finally:
                 self._asking.remove(ticket)
@@ -151,7 +156,11 @@ class SaveLock:
         with self._guard.again():
             if ticket in self._held:
                 self._held.remove(ticket)
+                self._note_handovers()
                 self._changed.notify_all()
+
+    def _note_handovers(self) -> None:
+        self._handovers.shorten() if self._held else self._handovers.give_back()
 
     def in_flight(self) -> list[Ticket]:
         """Return the tickets held now, oldest first."""
@@ -180,6 +189,7 @@ class SaveLock:
 
     def forget(self) -> None:
         """Start anew in a forked child."""
+        self._handovers.give_back()
         self.__init__()  # type: ignore[misc]
 
 

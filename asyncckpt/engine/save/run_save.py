@@ -22,7 +22,7 @@ from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import StoreRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import Outcome
-from asyncckpt.engine.process.background import committer, run_on, short_handovers, workers
+from asyncckpt.engine.process.background import committer, run_on, workers
 from asyncckpt.engine.process.future import FutureState, as_checkpoint_error
 from asyncckpt.engine.process.held_directory import start_retention
 from asyncckpt.engine.process.log import log_exception, log_warning
@@ -46,8 +46,7 @@ async def run_save(job: SaveJob) -> None:
     job.begun_us = job.since_call_us()
     job.recorder.flow()
     try:
-        with short_handovers():
-            result = await _save(job)
+        result = await _save(job)
     except BaseException as error:
         fail_save(job, error)
     else:
