@@ -7,12 +7,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.process.handovers import HANDOVER_S_MAX
+from asyncckpt.engine.process.handovers import HANDOVER_S_MAX, Handovers
 from asyncckpt.model.write_block import WriteBlock
 
 USUAL_S = 0.005
@@ -137,6 +139,42 @@ def test_a_forked_child_has_the_usual_one(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.zeros(3)}, filter_func=fork) as saver:
         saver.save_async(1).result(60)
     assert codes == [0]
+
+
+def test_a_child_forked_at_any_instruction_has_the_usual_one() -> None:
+    handovers, left = Handovers(), []
+
+    def fork(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != Handovers.shorten.__code__.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            child = os.fork()
+            if child == 0:
+                sys.settrace(None)
+                handovers.give_back()
+                os._exit(0 if abs(sys.getswitchinterval() - USUAL_S) < 1e-6 else 1)
+            left.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return fork
+
+    before = sys.gettrace()
+    sys.settrace(fork)
+    try:
+        handovers.shorten()
+        handovers.give_back()
+    finally:
+        sys.settrace(before)
+    assert len(left) > 20 and not any(left)
+
+
+def test_it_is_exactly_what_it_was() -> None:
+    handovers = Handovers()
+    for number in range(210, 20_000, 10):
+        sys.setswitchinterval((number + 0.5) * 1e-6)
+        before = sys.getswitchinterval()
+        handovers.shorten()
+        handovers.give_back()
+        assert sys.getswitchinterval() == before
 
 
 def test_a_failed_save_gives_it_back(tmp_path: Path) -> None:
