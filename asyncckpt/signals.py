@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ from concurrent.futures import Future, wait
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
+from asyncckpt.errors import UsageError
 from asyncckpt.system import register_at_fork
 
 # The functions of C below those of `signal`, which convert to enums and take ten times as long.
@@ -93,9 +95,11 @@ class Uninterrupted:
         """Handle here what was noted. Raises what the handlers raise; the block goes on to be protected.
 
         given_up: a lock that the caller holds and that handlers shall not wait for, nor those whom they wait for.
+        UsageError in a child that a handler has forked and that returns: the threads it would wait for are not there.
         """
         if not (self._noted or self._late) or threading.get_ident() != self._main:
             return
+        pid = os.getpid()
         if given_up is not None:
             given_up.release()
         try:
@@ -106,6 +110,10 @@ class Uninterrupted:
         finally:
             if given_up is not None:
                 given_up.acquire()
+        if pid != os.getpid():
+            raise UsageError(
+                "a signal handler forked a child, which goes on with its parent's call", hint="end it in the handler"
+            )
 
     def if_raised(self, undo: Callable[[], object]) -> None:
         """Call `undo` if a handler raises in this block, or at the end of the outermost: its result is lost then."""

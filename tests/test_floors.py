@@ -74,6 +74,7 @@ NEIGHBOURS = {
     ("guard", "errors"),
     ("guard", "signals"),
     ("guard", "system"),
+    ("signals", "errors"),
     ("signals", "system"),
     ("model", "errors"),
     ("model", "arguments"),

@@ -98,7 +98,8 @@ class SaveLock:
                     self._note_handovers()
                 return may_hold
             finally:
-                self._asking.remove(ticket)
+                if ticket in self._asking:  # Else this is a child, forked by a signal handler: see `forget`.
+                    self._asking.remove(ticket)
 
     def check_may_wait(self) -> None:
         """Raise UsageError where a wait for what is in flight, in whatever way, would have no end."""
