@@ -91,7 +91,7 @@ def test_a_companion_may_be_named_beside_its_table(tmp_path: Path) -> None:
         asyncckpt.save(tmp_path, {}, hashtables=given)
         table.clear()
         assert asyncckpt.Loader(tmp_path, given).load().rows == {"late": 0, "late.candidates": 1}
-    with pytest.raises(asyncckpt.UsageError, match="'counts' and 'late.candidates' are the same table"):
+    with pytest.raises(asyncckpt.UsageError, match=r"'counts' and 'late\.candidates' are the same table"):
         asyncckpt.Loader(tmp_path, {"counts": counts, "late": table})
 
 
