@@ -176,7 +176,7 @@ class Checkpointer:
                 assert isinstance(chosen, list)
                 step, url = chosen
                 assert isinstance(step, int)
-                self._load_step(step, self.path if url is None else str(url), discard_newer=discard_newer)
+                self._load_step(step, discard_newer=discard_newer, url=None if url is None else str(url))
         if self._together.is_asked:  # Nothing is to be saved.
             self._termination.leave()
         return 0 if chosen is None or step is None else step + 1
@@ -261,13 +261,13 @@ class Checkpointer:
         finally:
             self._termination.end()
 
-    def _load_step(self, step: int, path: str, *, discard_newer: bool) -> None:
-        """Load a step of a directory on all ranks, and make it the newest one."""
+    def _load_step(self, step: int, *, discard_newer: bool, url: str | None = None) -> None:
+        """Load a step on all ranks, of the directory or from the store, and make it the newest one."""
         # From here on, also when an error ends it, the state is not that of the last step any more.
         self._last_step = self._step_ended = None
         self._periodic._forget_last()
         try:
-            report = self._together.all_done(lambda: self._load(step, path))
+            report = self._together.all_done(lambda: self._load(step, url or self.path))
         except CorruptError:
             older = [other for other in committed_steps(self._saver._target.root) if other < step]
             if older and self._saver._target.rank == 0:
