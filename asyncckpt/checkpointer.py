@@ -31,14 +31,13 @@ from typing import Any
 
 from asyncckpt.adapters.named_parts import named_parts
 from asyncckpt.arguments import check_seconds, check_type
-from asyncckpt.commit.discover import committed_steps, read_head
+from asyncckpt.commit.discover import committed_steps
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks.steps_together import StepsTogether
-from asyncckpt.engine.save.go_back import check_may_go_back, go_back
+from asyncckpt.engine.save.go_back import choose_step, go_back
 from asyncckpt.errors import CorruptError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.strict_json import Json
 from asyncckpt.loader import Loader
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport, SaveResult
@@ -158,6 +157,8 @@ class Checkpointer:
     def restore(self, step: int | None = None, *, discard_newer: bool = False) -> int:
         """Load a step, by default the newest, into the state; return the step to go on with: 0 in an empty directory.
 
+        A directory without checkpoints that is uploaded goes on from those in the store.
+
         To go back, name the step: what was saved after it is discarded, durably, when the step is loaded, so that the
         directory tells one history. UsageError, with nothing changed, where that would be needed and discard_newer does
         not say so, or a newer step is pinned. Every rank calls it, with the same arguments. Waits for saves in flight.
@@ -169,13 +170,16 @@ class Checkpointer:
             check_type("discard_newer", discard_newer, bool)
             self._periodic.drain()
             self._saver._wait_in_flight(SAVE_DEADLINE_S)
-            chosen = self._together.decided(lambda: self._choose(step, discard_newer=discard_newer))
-            assert chosen is None or isinstance(chosen, int)
+            target = self._saver._target
+            chosen = self._together.decided(lambda: choose_step(target, step, discard_newer=discard_newer))
             if chosen is not None:
-                self._load_step(chosen, discard_newer=discard_newer)
+                assert isinstance(chosen, list)
+                step, url = chosen
+                assert isinstance(step, int)
+                self._load_step(step, discard_newer=discard_newer, url=None if url is None else str(url))
         if self._together.is_asked:  # Nothing is to be saved.
             self._termination.leave()
-        return 0 if chosen is None else chosen + 1
+        return 0 if chosen is None or step is None else step + 1
 
     def step(
         self, step: int, *, metadata: Mapping[str, Any] | None = None, save: bool | None = None
@@ -257,33 +261,13 @@ class Checkpointer:
         finally:
             self._termination.end()
 
-    def _choose(self, step: int | None, *, discard_newer: bool) -> Json:
-        """Return the step to load, None when there is none. Of several ranks, rank 0 decides."""
-        steps = committed_steps(self._saver._target.root)
-        if step is None:
-            return steps[-1] if steps else None
-        if step not in steps:
-            read_head(self._saver._target.root, step)  # It says what there is.
-        if discard_newer:
-            check_may_go_back(self._saver._target, step)
-            return step
-        newer = [other for other in steps if other > step]
-        if newer:
-            raise UsageError(
-                f"step {step} is not the newest in {self.path!r}, and two histories do not go into one directory",
-                found=f"{len(newer)} newer, up to step {newer[-1]}",
-                hint=f"restore({step}, discard_newer=True) removes what was saved after it; to only read an older "
-                "step, use asyncckpt.load or a Loader",
-            )
-        return step
-
-    def _load_step(self, step: int, *, discard_newer: bool) -> None:
-        """Load a step on all ranks, and make it the newest one."""
+    def _load_step(self, step: int, *, discard_newer: bool, url: str | None = None) -> None:
+        """Load a step on all ranks, of the directory or from the store, and make it the newest one."""
         # From here on, also when an error ends it, the state is not that of the last step any more.
         self._last_step = self._step_ended = None
         self._periodic._forget_last()
         try:
-            report = self._together.all_done(lambda: self._load(step))
+            report = self._together.all_done(lambda: self._load(step, url or self.path))
         except CorruptError:
             older = [other for other in committed_steps(self._saver._target.root) if other < step]
             if older and self._saver._target.rank == 0:
@@ -295,10 +279,10 @@ class Checkpointer:
         self._report, self._last_step = report, step
         self._warn_if_half_way(report)
 
-    def _load(self, step: int) -> LoadReport:
+    def _load(self, step: int, path: str) -> LoadReport:
         target = self._saver._target
         return Loader(
-            self.path,
+            path,
             target.tables,
             target.state,
             step=step,

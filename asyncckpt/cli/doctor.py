@@ -144,7 +144,7 @@ def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:
     if not facts.renames:
         found.problems.append("the file system replaces a file that exists when another one gets its name")
     if facts.bytes_per_s is None:
-        found.advice.append("The disk is nearly full: no speed was measured.")
+        found.advice.append("No speed was measured: the disk is nearly full, or file sizes are limited (ulimit -f).")
     else:
         seconds = _GIB / facts.bytes_per_s
         found.advice.append(

@@ -329,7 +329,10 @@ def _wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
     bare = {_WRAPPERS.sub("", name) for name in missing} & {_WRAPPERS.sub("", name) for name in unexpected}
     if not bare:
         return ""
-    return "; names differ only in 'module.' (DDP) or '_orig_mod.' (torch.compile): give the module that was wrapped"
+    return (
+        "; names differ only in 'module.' (DDP, dense_state_of) or '_orig_mod.' (torch.compile): give the module that "
+        "was wrapped, and dense_state_of(module) only where that was saved"
+    )
 
 
 def _raise_problems(problems: list[str], step: int, *, hint: str) -> None:

@@ -279,7 +279,12 @@ def other_groups(item: Rebuilt, stored: Node) -> str | None:
     if own._optimizer_load_state_dict_pre_hooks or groups is None or groups[0] != "list":
         return None
     params = [descend(group, ("params",)) for group in groups[1]]
-    found = [0 if node is None or len(node) == 1 else len(node[1]) for node in params]
+    if any(node is not None and len(node) == 1 for node in params):
+        return (
+            f"{path_name(item.path)!r} was saved by DCP as an optimizer's own state dict, with text for the numbers of "
+            "parameters: get it by asyncckpt.load, make the keys of its 'state' int, and call load_state_dict"
+        )
+    found = [0 if node is None else len(node[1]) for node in params]
     sizes = [len(group["params"]) for group in own.param_groups]
     if found == sizes:
         return None

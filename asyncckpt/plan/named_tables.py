@@ -10,7 +10,10 @@ from asyncckpt.model.table import HasCompanions, Table
 
 
 def named_tables(hashtables: Any) -> Mapping[str, Table]:
-    """Return the argument as a mapping name -> Table, companions behind their table, each once; UsageError else."""
+    """Return the argument as a mapping name -> Table, with companions, each once; UsageError else.
+
+    It may hold companions already under their own names, as what this returns does.
+    """
     if hashtables is None:
         return {}
     if not isinstance(hashtables, Mapping):
@@ -26,6 +29,8 @@ def named_tables(hashtables: Any) -> Mapping[str, Table]:
                 found=type(table).__name__,
                 expected="asyncckpt.HashTable or an object with the Table protocol",
             )
+        if names.get(id(table)) == name:  # A companion that is named beside its table.
+            continue
         if id(table) in names:
             raise UsageError(f"hashtables {names[id(table)]!r} and {name!r} are the same table")
         if name in tables:

@@ -22,6 +22,7 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.sharded import Sharded
+from asyncckpt.model.table import Table
 from asyncckpt.native import I64
 from asyncckpt.native.tensors import Places
 from asyncckpt.native.torch_calls import KnownTensors
@@ -185,7 +186,15 @@ def _value(value: Any, flat: FlatState, path: tuple[Any, ...]) -> None:
         flat.text_bytes += len(value) if isinstance(value, str) else len(value) * 4 // 3
         if flat.text_bytes > limits.MANIFEST_BYTES_MAX:
             limits.check_manifest_bytes(flat.text_bytes, last=_shown(path))
-    encode_value(value, owner=_shown(path))
+    try:
+        encode_value(value, owner=_shown(path))
+    except UsageError:
+        if isinstance(value, Table):
+            raise UsageError(f"{_shown(path)} is a hash table", hint="give it in hashtables={name: table}") from None
+        if isinstance(value, torch.Generator):
+            hint = "give trainer_state.RngState(generators={name: generator})"
+            raise UsageError(f"{_shown(path)} is a generator of random numbers", hint=hint) from None
+        raise
 
 
 def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...]) -> None:

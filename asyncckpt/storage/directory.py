@@ -40,6 +40,7 @@ def io_failed(what: str, error: OSError) -> IOFailedError:
     hints = {
         errno.ENOSPC: "free space on the device, then save again",
         errno.EDQUOT: "the disk quota is used up",
+        errno.EFBIG: "raise the limit of a file's size (ulimit -f), or take a file system that allows larger ones",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
         errno.EROFS: "the file system is read-only",
         errno.EACCES: "check owner and permission",

@@ -101,6 +101,19 @@ def test_case_096_same_table_twice(tmp_path: Path) -> None:
             make()
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (asyncckpt.HashTable("t", 1), r"'a'\['b'\] is a hash table \(give it in hashtables"),
+        (torch.Generator(), r"'a'\['b'\] is a generator of random numbers .*RngState\(generators="),
+    ],
+)
+def test_what_is_saved_otherwise_says_how(tmp_path: Path, value: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        asyncckpt.save(tmp_path, {"a": {"b": value}})
+    assert asyncckpt.list_steps(tmp_path) == []
+
+
 class Changing(dict[str, Any]):
     """A dict that another thread adds to each time its keys are listed."""
 

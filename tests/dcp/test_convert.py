@@ -228,3 +228,24 @@ def test_keys_that_would_be_the_same_text_are_refused(tmp_path: Path, inside: di
     with pytest.raises(asyncckpt.UnsupportedError, match="two keys of 'k' would be the same"):
         export_checkpoint(tmp_path / "ckpt", tmp_path / "dcp")
     assert not (tmp_path / "dcp").exists()
+
+
+def test_a_plain_optimizer_of_dcp_says_how_it_is_loaded(tmp_path: Path) -> None:
+    """DCP makes text of the numbers of parameters, which torch's load_state_dict passes over without a word."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+
+    def made() -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": weights[:1]}, {"params": weights[1:]}])
+
+    adam = made()
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    adam.step()
+    dcp.save({"adam": adam.state_dict()}, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    import_checkpoint(tmp_path / "dcp", tmp_path / "ckpt")
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"make the keys of its 'state' int"):
+        asyncckpt.Loader(tmp_path / "ckpt", tensors={"adam": made()}).load()
+    found, again = asyncckpt.load(tmp_path / "ckpt")["adam"], made()
+    found["state"] = {int(number): state for number, state in found["state"].items()}
+    again.load_state_dict(found)
+    assert all(torch.equal(again.state[weight]["exp_avg"], adam.state[weight]["exp_avg"]) for weight in weights)

@@ -71,6 +71,30 @@ def test_tables_are_found_wherever_they_are(tmp_path: Path) -> None:
     model.load_state_dict(state["model"])
 
 
+def test_counts_of_ids_that_wait_for_admission_are_restored(tmp_path: Path) -> None:
+    for visits in (1, 2):
+        late = asyncckpt.nn.HashEmbedding(asyncckpt.HashTable("late", 2, admit_after=3))
+        with asyncckpt.Checkpointer(tmp_path, every=1, model=late) as ckpt:
+            for step in range(ckpt.restore(), visits):
+                late(torch.tensor([5, -6]))
+                ckpt.step(step)
+        assert sorted(late.table.companions()["candidates"].ids().tolist()) == [-6, 5]
+    late(torch.tensor([5]))
+    assert late.table.ids().tolist() == [5]
+
+
+def test_a_companion_may_be_named_beside_its_table(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("late", 2, admit_after=2)
+    counts = table.companions()["candidates"]
+    table.lookup(torch.tensor([7]))
+    for given in ({"late": table, "late.candidates": counts}, {"late.candidates": counts, "late": table}):
+        asyncckpt.save(tmp_path, {}, hashtables=given)
+        table.clear()
+        assert asyncckpt.Loader(tmp_path, given).load().rows == {"late": 0, "late.candidates": 1}
+    with pytest.raises(asyncckpt.UsageError, match=r"'counts' and 'late\.candidates' are the same table"):
+        asyncckpt.Loader(tmp_path, {"counts": counts, "late": table})
+
+
 def test_tables_of_one_name_are_told_apart_by_the_name_they_are_given(tmp_path: Path) -> None:
     first, second = model_with_tables(), model_with_tables()
     with pytest.raises(asyncckpt.UsageError, match="two tables have the name 'clicks', one of them in 'second"):

@@ -53,6 +53,13 @@ def test_names_that_differ_in_a_prefix_alone_get_a_hint(tmp_path: Path, prefix: 
     assert "differ only" not in str(caught.value)
 
 
+def test_the_state_of_a_checkpointer_is_not_that_of_dense_state_of(tmp_path: Path) -> None:
+    with asyncckpt.Checkpointer(tmp_path, every=1, model=net(1.0)) as ckpt:
+        ckpt.step(0)
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"dense_state_of\(module\) only where that was saved"):
+        asyncckpt.Loader(tmp_path, tensors={"model": asyncckpt.adapters.dense_state_of(net(0.0))}).load()
+
+
 def test_names_that_are_the_same_in_a_state_nested_otherwise_get_a_hint(tmp_path: Path) -> None:
     """It said that the names differ in the prefix of a wrapper."""
     asyncckpt.save(tmp_path, {"model": torch.nn.Sequential(net(1.0))})

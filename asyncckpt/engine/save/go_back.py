@@ -1,13 +1,50 @@
-"""Let a Saver go back: what was saved after a step is discarded, and nothing builds upon it any more."""
+"""Which step a loop goes on from; and let a Saver go back: what was saved after a step is discarded, and nothing builds
+upon it any more.
+"""
 
 from __future__ import annotations
 
-from asyncckpt.commit.discover import forget_verified
+from asyncckpt.commit.discover import committed_steps, forget_verified, read_head
 from asyncckpt.commit.retention import remove_steps
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.save.save_job import SaveTarget
+from asyncckpt.errors import UsageError
+from asyncckpt.format.strict_json import Json
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.signals import uninterrupted
+
+
+def choose_step(target: SaveTarget, step: int | None, *, discard_newer: bool) -> Json:
+    """Return the step to load and, as the second item, the URL where it is not in the directory; None if there is none.
+
+    Of several ranks, rank 0 asks. A directory without checkpoints that is uploaded has lost its disk, or is on another
+    machine now: the store has them.
+    """
+    root, there = target.root, target.uploads.there()
+    steps = committed_steps(root)
+    is_there = not steps and there is not None
+    if is_there:
+        assert there is not None
+        root = there
+        steps = committed_steps(there)
+    path = str(root.path)
+    url = path if is_there else None  # The directory may have another path on another rank.
+    if step is None:
+        return [steps[-1], url] if steps else None
+    if step not in steps:
+        read_head(root, step)  # It says what there is.
+    newer = [other for other in steps if other > step]
+    if discard_newer and not is_there:
+        check_may_go_back(target, step)
+    elif newer:
+        removes = f"asyncckpt rm {path} --after {step}" if is_there else f"restore({step}, discard_newer=True)"
+        raise UsageError(
+            f"step {step} is not the newest in {path!r}, and two histories do not go into one directory",
+            found=f"{len(newer)} newer, up to step {newer[-1]}",
+            hint=f"{removes} removes what was saved after it; to only read an older step, use asyncckpt.load or a "
+            "Loader",
+        )
+    return [step, url]
 
 
 @uninterrupted

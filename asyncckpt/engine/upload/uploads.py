@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from asyncckpt.commit.discover import is_committed, shown_steps
-from asyncckpt.commit.root import CheckpointRoot, WriteRoot, check_store
+from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot, check_store
 from asyncckpt.commit.upload_marks import uploads_among
 from asyncckpt.coordination.pauses import Pauses
 from asyncckpt.engine.process.background import check_may_wait, uploaders
@@ -81,6 +81,10 @@ class Uploads:
     def uploader(self) -> Uploads | None:
         """What commits tell of their attempts, if anything is to be uploaded."""
         return None if self._store is None or self._is_by_others else self
+
+    def there(self) -> StoreRoot | None:
+        """Return the directory in the store, for readers; None where nothing is uploaded."""
+        return None if self._store is None else StoreRoot(self._store)
 
     def go_on(self, root: WriteRoot, *, warns: bool) -> None:
         """Upload what earlier Savers of the directory have left.

@@ -1,0 +1,64 @@
+"""A loop whose disk was lost goes on from where it uploads to, and tells one history there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.storage.object_store import ObjectStore
+from tests.cloud import seaweed
+
+
+def run(path: Path, url: str, *, to: int, back_to: int | None = None) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Train a table and a tensor; return where that began, the ids of the table, and the tensor."""
+    table = asyncckpt.HashTable("late", 2, admit_after=2)
+    late = asyncckpt.nn.HashEmbedding(table)
+    total = torch.zeros(3)
+    options = {"upload": url}
+    deltas = asyncckpt.DeltaPolicy(deltas_max=2, bytes_share_max=9.0)
+    with asyncckpt.Checkpointer(path, every=2, deltas=deltas, options=options, late=late, total=total) as ckpt:
+        first = ckpt.restore() if back_to is None else ckpt.restore(back_to)
+        for step in range(first, to):
+            late(torch.tensor([step, step + 1]))
+            total += step
+            ckpt.step(step)
+    return first, table.ids(), total
+
+
+def test_a_loop_goes_on_from_where_it_uploads_to(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    run(tmp_path / "lost", url, to=6)
+    shutil.rmtree(tmp_path / "lost")
+    first, ids, total = run(tmp_path / "lost", url, to=9)
+    assert first == 6
+    assert total.tolist() == [sum(range(9))] * 3
+    assert sorted(ids.tolist()) == list(range(1, 9))
+    assert asyncckpt.list_steps(tmp_path / "lost")[-1] == asyncckpt.list_steps(url)[-1] == 8
+    for step in asyncckpt.list_steps(url):
+        asyncckpt.verify(url, step)
+    first, _, again = run(tmp_path / "lost", url, to=9)  # The disk counts, where it has any.
+    assert (first, again.tolist()) == (9, total.tolist())
+
+
+def test_it_goes_back_no_further_than_to_the_newest_step_there(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    run(tmp_path / "lost", url, to=6)
+    older, newest = asyncckpt.list_steps(url)[-2:]
+    with pytest.raises(asyncckpt.UsageError, match=f"asyncckpt rm {url} --after {older}"):
+        run(tmp_path / "new", url, to=9, back_to=older)
+    with pytest.raises(asyncckpt.NotFoundError, match="no checkpoint of step 77"):
+        run(tmp_path / "new", url, to=9, back_to=77)
+    assert run(tmp_path / "new", url, to=9, back_to=newest)[0] == newest + 1
+
+
+def test_a_damaged_step_there_is_no_empty_directory(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    run(tmp_path / "lost", url, to=4)
+    store = ObjectStore(StoreUrl.of(url))
+    for found in store.below("data"):
+        store.remove(found.key)
+    with pytest.raises(asyncckpt.CorruptError, match="is missing"):
+        run(tmp_path / "new", url, to=9)
+    assert asyncckpt.list_steps(tmp_path / "new") == []
