@@ -170,10 +170,11 @@ def test_a_thread_is_started_under_no_guard(monkeypatch: pytest.MonkeyPatch) -> 
         real_start(thread)
 
     def begin(thread: threading.Thread) -> None:
-        begun.append(pool.is_current_thread())
-        for guard in (pool._guard, background._guard):
-            begun.append(guard.acquire(blocking=False))
-            guard.release()
+        if thread.name != "test" or pool.is_current_thread():  # Not one of an earlier test that begins only now.
+            begun.append(pool.is_current_thread())
+            for guard in (pool._guard, background._guard):
+                begun.append(guard.acquire(blocking=False))
+                guard.release()
         real_begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
@@ -182,6 +183,29 @@ def test_a_thread_is_started_under_no_guard(monkeypatch: pytest.MonkeyPatch) -> 
     assert begun == [True, True, True]
     assert background.run(work, "the test") == 2
     assert begun[3:6] == [False, True, True]
+
+
+def test_nobody_waits_for_a_thread_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where training has all cores, that takes milliseconds."""
+    pool, may_begin, began = IdleEndingThreads("test", 1), threading.Event(), list[bool]()
+    real_begin = threading.Thread._set_native_id  # type: ignore[attr-defined]
+
+    def begin(thread: threading.Thread) -> None:
+        if thread.name == "test":
+            began.append(may_begin.wait(DEADLINE_S))
+        real_begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "_set_native_id", begin)
+    tasks = [pool.submit(lambda: 1), pool.submit(lambda: 2)]
+    (thread,) = pool._threads
+    joining = threading.Thread(target=thread.join)
+    joining.start()
+    assert joining.is_alive()
+    assert not thread.is_alive()
+    may_begin.set()
+    assert [task.result(DEADLINE_S) for task in tasks] == [1, 2]
+    joining.join(DEADLINE_S)
+    assert (began, joining.is_alive()) == ([True], False)
 
 
 def test_all_tasks_that_wait_for_a_thread_that_cannot_be_started_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +231,8 @@ def test_the_pool_never_has_more_threads_than_it_may_after_interrupts(monkeypatc
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 pool.submit(int)
+            while pool._threads:
+                wait([Future()], 0.001)
     running, most = 0, 0
     guard = threading.Lock()
 
@@ -277,6 +303,30 @@ def late():
 
 atexit.register(lambda: workers.submit_behind(late))
 """
+
+
+AT_ONCE = """
+import os, threading, time
+from asyncckpt.engine.process.background import workers
+
+begin = threading.Thread._bootstrap
+
+def late(thread):
+    time.sleep(0.5 if thread.name.startswith("asyncckpt") else 0)
+    begin(thread)
+
+threading.Thread._bootstrap = late
+workers.submit_behind(lambda: workers.submit_behind(lambda: os.write(1, b"ended ")))
+"""
+
+
+@pytest.mark.parametrize("by", ["exit", "fork"])
+def test_the_interpreter_waits_for_a_thread_that_has_not_begun(by: str) -> None:
+    in_child = "\nif os.fork(): os.wait()\nelse: workers.submit_behind(lambda: os.write(1, b'child '))\n"
+    script = AT_ONCE + (in_child if by == "fork" else "")
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert sorted(ran.stdout.split()) == ([b"child", b"ended"] if by == "fork" else [b"ended"])
 
 
 def test_the_interpreter_waits_for_what_a_handler_of_its_exit_has_started() -> None:
