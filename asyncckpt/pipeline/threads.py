@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -66,7 +67,7 @@ class IdleEndingThreads(Executor):
         """Run it on one of the threads, never in place: on a thread of the pool nobody may wait for it."""
         task = _Task(self, call)
         with uninterrupted, not_waiting():
-            thread: threading.Thread | None = None
+            thread: _Thread | None = None
             with self._guard:
                 self._waiting.append(task)
                 if len(self._threads) < self._threads_max:
@@ -96,7 +97,7 @@ class IdleEndingThreads(Executor):
         if self.forbids_own_waits:
             raise RuntimeError(f"a thread of the pool {self._name!r} waits for a task of that pool")
 
-    def _start(self, thread: threading.Thread, task: _Task[Any]) -> None:
+    def _start(self, thread: _Thread, task: _Task[Any]) -> None:
         """Start a listed thread; raise when it cannot be started and no other one can do the task.
 
         Outside the guard: this waits for the new thread, and a destructor that runs there may use the pool.
@@ -136,7 +137,7 @@ class IdleEndingThreads(Executor):
     def _start_anew(self) -> None:
         self._guard = Guard()
         self._waiting: deque[_Task[Any]] = deque()
-        self._threads: set[threading.Thread] = set()
+        self._threads: set[_Thread] = set()
 
 
 class _Thread(threading.Thread):
@@ -146,17 +147,17 @@ class _Thread(threading.Thread):
         super().__init__(**arguments)
         self._started = _Begun()  # Of threading: `start` waits for it.
 
+    def await_begun(self, timeout: float | None) -> None:
+        threading.Event.wait(self._started, timeout)
+
     def join(self, timeout: float | None = None) -> None:
-        self._started.await_set(timeout)
+        self.await_begun(timeout)
         super().join(timeout)
 
 
 class _Begun(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         return self.is_set()
-
-    def await_set(self, timeout: float | None) -> None:
-        super().wait(timeout)
 
 
 class _Task(Future[T]):
@@ -214,6 +215,24 @@ def _start_anew_in_child() -> None:
 
 
 register_at_fork(after_in_child=_start_anew_in_child)
+
+
+def register_at_exit(function: Callable[[], None]) -> None:
+    """Let a function run before the interpreter joins threads. What atexit has runs behind that."""
+    register = getattr(threading, "_register_atexit", None)  # Private; Python 3.10 to 3.14 have it.
+    if register is not None:
+        with suppress(RuntimeError):  # The interpreter ends already.
+            register(function)
+
+
+def _await_begun() -> None:
+    """Wait until all threads have begun: before Python 3.13 the interpreter joins only those that have."""
+    for pool in tuple(_pools):
+        for thread in pool._threads.copy():
+            thread.await_begun(JOIN_S_MAX)
+
+
+register_at_exit(_await_begun)
 
 
 @atexit.register

@@ -30,6 +30,7 @@ from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import Place
 from asyncckpt.options import BusyPolicy, OnBusy
+from asyncckpt.pipeline.threads import register_at_exit
 from asyncckpt.signals import STEP_S, uninterrupted
 from asyncckpt.system import register_at_fork
 
@@ -204,7 +205,4 @@ def _report_what_is_awaited() -> None:
 
 
 register_at_fork(after_in_child=save_lock.forget)
-# Runs before threads are joined; atexit would run after. Private, so its absence only costs the message.
-_register = getattr(threading, "_register_atexit", None)
-if _register is not None:
-    _register(_report_what_is_awaited)
+register_at_exit(_report_what_is_awaited)
