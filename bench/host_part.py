@@ -27,6 +27,7 @@ import asyncckpt
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.root import open_root
 from asyncckpt.native import torch_calls
+from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.state import flatten
 from bench.figures import median_of
@@ -156,10 +157,9 @@ def floors_of(parameters: int, path: Path) -> dict[str, float]:
 
     with open_root(path) as root:
         for _ in range(CALLS):
-            thread = threading.Thread(target=int)
-            timed("start a thread", thread.start)
+            task = timed("start a thread", IdleEndingThreads("asyncckpt-floor", 1).submit_behind, int)
             timed("look what is committed", lambda: is_committed(root, committed_steps(root)[-1] + 1))
-            thread.join()
+            task.result(WAIT_S)
     walk, of_module = KeptWalk(), f"module of {parameters:,} parameters, AdamW: "
     with state_of(None, parameters) as state:
         for _ in range(2):
