@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import asyncckpt
 from tests.cloud import seaweed
+from tests.cloud.fault_proxy import Fault, FaultProxy
 from tests.end_to_end.test_endings import NO_THREADS_AT_THE_EXIT
+from tests.interrupts.test_children import end_of
 
 S_MAX = 60.0
 
@@ -33,3 +38,33 @@ def test_the_last_step_gets_into_a_store_when_no_thread_can_be_started_any_more(
     done = subprocess.run(command, capture_output=True, text=True, timeout=S_MAX)
     assert (done.returncode, done.stderr) == (0, "")
     assert bool((asyncckpt.load(url)["x"] == 5).all())
+
+
+def is_refused_to_a_child(call: Callable[[], object]) -> bool:
+    child = os.fork()
+    if not child:
+        try:
+            call()
+        except asyncckpt.UsageError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return end_of(child) == 0
+
+
+def test_a_child_does_not_wait_for_an_upload_of_its_parent(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, upload=url) as saver:
+        proxy.fault = lambda request: Fault(answer=(503, "SlowDown"))
+        future = saver.save_async(0)
+        future.result()
+        is_refused = is_refused_to_a_child(future.wait_uploaded)
+        proxy.fault = lambda request: None
+        future.wait_uploaded()
+    assert is_refused
+
+
+def test_a_child_of_a_process_that_has_used_a_store_cannot_use_one(owner: seaweed.Server, url: str) -> None:
+    asyncckpt.save(url, {"x": torch.ones(3)}, step=0)
+    assert is_refused_to_a_child(lambda: asyncckpt.load(url))
+    assert is_refused_to_a_child(lambda: asyncckpt.Saver(path=url, tensors={"x": torch.ones(3)}))
+    assert asyncckpt.list_steps(url) == [0]

@@ -116,7 +116,7 @@ class Uploads:
 
     @uninterrupted
     def wait_for(self, attempt: Attempt, timeout: float) -> None:
-        """Wait until an attempt is uploaded, or raise why it is not. DeadlineError."""
+        """Wait until an attempt is uploaded, or raise why it is not. DeadlineError; UsageError in a forked child."""
         what = f"the upload of step {attempt.step} to {self._url!r}"
         if self._is_by_others:
             return self._wait_for_rank_0(attempt, timeout, what)
@@ -125,6 +125,8 @@ class Uploads:
             future = self._futures.get(attempt.id)
         if future is None:
             return
+        if not future.done() and self._pid != os.getpid():
+            raise UsageError(f"{what} is made by the parent process", hint="wait for it there")
         if not wait_until_done(future, timeout):
             raise DeadlineError(f"{what} did not end within {timeout} s", hint="it goes on")
         error = future.exception(0)
