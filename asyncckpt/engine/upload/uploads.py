@@ -94,7 +94,9 @@ class Uploads:
         left = uploads_among(root.manifests.names()) if self.uploader is not None or warns else []
         if self.uploader is not None:
             for attempt in left:
-                self.committed(attempt)
+                # Else it was killed before its commit, or another Saver of this process is about to commit it.
+                if is_committed(root, attempt.step) or not root.data.has_folder(attempt.directory):
+                    self.committed(attempt)
         elif left:
             _warn_of_left(root, left)
 

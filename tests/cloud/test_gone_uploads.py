@@ -1,0 +1,61 @@
+"""Uploads of what is not there."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import asyncckpt
+from asyncckpt.commit import transaction
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
+from asyncckpt.commit.upload_marks import mark_upload
+from asyncckpt.format.names import Attempt
+from tests.cloud import seaweed
+from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.test_uploads import marks, open_saver, options
+
+
+def refuse_data(request: Request) -> Fault | None:
+    return Fault(answer=(403, "AccessDenied")) if "/data/" in request.path and request.method != "GET" else None
+
+
+def test_what_a_kill_has_kept_from_its_commit_is_not_missed(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    """Right before the rename it has its mark, and all of its files."""
+    open_saver(tmp_path, options(url))[0].close()
+    with CheckpointRoot.for_reading(tmp_path) as root:
+        killed = Attempt.new(0)
+        root.data.make_folder(killed.directory).close()
+        mark_upload(root, killed)
+    saver, _ = open_saver(tmp_path, options(url))
+    saver.wait_idle()
+    saver.save_async(1).wait_uploaded()
+    saver.close()
+    assert (asyncckpt.list_steps(url), marks(tmp_path)) == ([1], [])
+
+
+def test_another_saver_leaves_the_mark_of_a_commit_under_way(
+    proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked, looked = threading.Event(), threading.Event()
+
+    def wait_behind_it(root: WriteRoot, attempt: Attempt) -> None:
+        mark_upload(root, attempt)
+        marked.set()
+        assert looked.wait(60)
+
+    monkeypatch.setattr(transaction, "mark_upload", wait_behind_it)
+    saver, _ = open_saver(tmp_path, options(url), keep=1)
+    proxy.fault = refuse_data
+    future = saver.save_async(0)
+    assert marked.wait(60)
+    other, _ = open_saver(tmp_path, options(url))
+    other.wait_idle()
+    looked.set()
+    with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
+        future.wait_uploaded()
+    assert marks(tmp_path) == [0]
+    proxy.fault = lambda request: None
+    saver.close()
+    other.close()
