@@ -1,4 +1,4 @@
-"""Uploads of what is not there."""
+"""Uploads of what is not there: it never committed, or was discarded, or nobody can begin; who waits hears of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import asyncckpt
 from asyncckpt.commit import transaction
@@ -59,3 +60,25 @@ def test_another_saver_leaves_the_mark_of_a_commit_under_way(
     proxy.fault = lambda request: None
     saver.close()
     other.close()
+
+
+@pytest.mark.parametrize("is_saved_anew", [False, True])
+def test_what_a_loop_discards_it_does_not_miss_at_its_end(
+    proxy: FaultProxy, url: str, tmp_path: Path, is_saved_anew: bool
+) -> None:
+    """One step has failed, one is being uploaded, and one waits."""
+    x = torch.zeros(3)
+    with asyncckpt.Checkpointer(tmp_path, every=1, options={"upload": options(url)}, x=x) as checkpointer:
+        checkpointer.save_now(0)
+        checkpointer._saver.wait_idle()
+        proxy.fault = refuse_data
+        checkpointer.save_now(1)
+        checkpointer._saver._target.uploads.wait(60)
+        proxy.fault = lambda request: Fault(answer=(503, "SlowDown"))
+        checkpointer.save_now(2)
+        checkpointer.save_now(3)
+        checkpointer.restore(0, discard_newer=True)
+        proxy.fault = lambda request: None
+        if is_saved_anew:
+            checkpointer.save_now(1)
+    assert asyncckpt.list_steps(tmp_path) == asyncckpt.list_steps(url) == [0, 1][: 1 + is_saved_anew]

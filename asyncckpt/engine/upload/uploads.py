@@ -54,7 +54,8 @@ class Uploads:
         self._guard = Guard()
         self._waiting: deque[Attempt] = deque()
         self._left: deque[Attempt] = deque()
-        self._futures: dict[str, Future[None]] = {}  # Of what is waiting or uploading, by the id of its attempt.
+        self._futures: dict[Attempt, Future[None]] = {}  # Of what is waiting or uploading, or has failed.
+        self._discarded: set[Attempt] = set()
         self._is_working = False
         self._working: Future[None] | None = None  # The last one.
         self._error: BaseException | None = None  # The last one that nobody has got.
@@ -104,7 +105,7 @@ class Uploads:
         """Upload an attempt, and then those that were left."""
         with self._guard:
             self._waiting.append(attempt)
-            self._futures[attempt.id] = Future()
+            self._futures[attempt] = Future()
             starts, self._is_working = not self._is_working, True
         if starts:
             self._start()
@@ -116,6 +117,15 @@ class Uploads:
             self._is_working = False
             log_warning("checkpoints of %s are not uploaded yet: %s", self._path, error)
 
+    def discarded_after(self, step: int) -> None:
+        """Take note that the loop has removed what was saved after a step: it is no error that it is not uploaded."""
+        with self._guard:
+            open_ones = (one for one, future in self._futures.items() if not future.done())
+            self._discarded.update(one for one in open_ones if one.step > step)
+            self._left = deque(one for one in self._left if one.step <= step)
+            if not self._left or isinstance(self._error, AttemptGoneError):
+                self._error = None
+
     @uninterrupted
     def wait_for(self, attempt: Attempt, timeout: float) -> None:
         """Wait until an attempt is uploaded, or raise why it is not. DeadlineError; UsageError in a forked child."""
@@ -124,7 +134,7 @@ class Uploads:
             return self._wait_for_rank_0(attempt, timeout, what)
         check_may_wait(what, uploaders)
         with self._guard:
-            future = self._futures.get(attempt.id)
+            future = self._futures.get(attempt)
         if future is None:
             return
         if not future.done() and self._pid != os.getpid():
@@ -192,7 +202,7 @@ class Uploads:
             else:
                 goes_well = True
                 with self._guard:
-                    future = self._futures.pop(attempt.id)
+                    future = self._futures.pop(attempt)
                     if not self._waiting and not self._left:
                         self._error = None  # Of an earlier try.
                 future.set_result(None)
@@ -203,7 +213,7 @@ class Uploads:
                 return self._waiting.popleft()
             if with_left and self._left:
                 attempt = self._left.popleft()
-                self._futures[attempt.id] = Future()
+                self._futures[attempt] = Future()
                 return attempt
             self._is_working = False
             return None
@@ -223,12 +233,16 @@ class Uploads:
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
-        log_warning("step %d of %s is not uploaded: %s", attempt.step, self._path, error)
+        is_gone = isinstance(error, AttemptGoneError)
+        is_told = not is_gone or attempt not in self._discarded
+        if is_told:
+            log_warning("step %d of %s is not uploaded: %s", attempt.step, self._path, error)
         with self._guard:
-            self._error = error
-            if not isinstance(error, AttemptGoneError):
+            if is_told:
+                self._error = error
+            if not is_gone:
                 self._left.append(attempt)
-            future = self._futures[attempt.id]
+            future = self._futures[attempt]
         future.set_exception(error)
 
 
