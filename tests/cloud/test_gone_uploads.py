@@ -12,6 +12,7 @@ import asyncckpt
 from asyncckpt.commit import transaction
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot
 from asyncckpt.commit.upload_marks import mark_upload
+from asyncckpt.engine.upload import uploads
 from asyncckpt.format.names import Attempt
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
@@ -82,3 +83,25 @@ def test_what_a_loop_discards_it_does_not_miss_at_its_end(
         if is_saved_anew:
             checkpointer.save_now(1)
     assert asyncckpt.list_steps(tmp_path) == asyncckpt.list_steps(url) == [0, 1][: 1 + is_saved_anew]
+
+
+def test_an_upload_that_no_thread_begins_has_failed(
+    owner: seaweed.Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == uploads.uploaders._name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    saver, _ = open_saver(tmp_path, options(url))
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    future = saver.save_async(0)
+    future.result()
+    with pytest.raises(asyncckpt.IOFailedError, match="cannot be started"):
+        future.wait_uploaded(5)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    saver.save(1)
+    saver.close()
+    assert asyncckpt.list_steps(url) == [0, 1]

@@ -114,8 +114,8 @@ class Uploads:
         try:
             self._working = uploaders.submit_behind(self._work_off)
         except Exception as error:  # No thread can be started.
-            self._is_working = False
-            log_warning("checkpoints of %s are not uploaded yet: %s", self._path, error)
+            while (attempt := self._next(with_left=False)) is not None:
+                self._fail(attempt, error)
 
     def discarded_after(self, step: int) -> None:
         """Take note that the loop has removed what was saved after a step: it is no error that it is not uploaded."""
