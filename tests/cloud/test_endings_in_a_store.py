@@ -40,6 +40,23 @@ def test_the_last_step_gets_into_a_store_when_no_thread_can_be_started_any_more(
     assert bool((asyncckpt.load(url)["x"] == 5).all())
 
 
+def test_a_compaction_in_flight_is_ended_when_the_interpreter_ends(owner: seaweed.Server, url: str) -> None:
+    program = """
+import sys, torch, asyncckpt
+
+table = asyncckpt.HashTable("t", 4)
+saver = asyncckpt.Saver(path=sys.argv[1], hashtables={"t": table})
+for step in range(3):
+    table.insert(torch.arange(step * 10, step * 10 + 100), torch.full((100, 4), float(step)))
+    saver.save(step, kind="delta" if step else "full")
+saver.compact()
+"""
+    done = subprocess.run([sys.executable, "-c", program, url], capture_output=True, text=True, timeout=S_MAX)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert asyncckpt.describe(url).kind == "full"
+    asyncckpt.verify(url)
+
+
 def is_refused_to_a_child(call: Callable[[], object]) -> bool:
     child = os.fork()
     if not child:
