@@ -57,6 +57,20 @@ saver.compact()
     asyncckpt.verify(url)
 
 
+def test_a_line_says_that_the_interpreter_ends_behind_uploads(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    program = """
+import sys, torch, asyncckpt
+
+upload = asyncckpt.UploadOptions(sys.argv[2], request_deadline=0.5, deadline=0.0)
+saver = asyncckpt.Saver(path=sys.argv[1], tensors={"x": torch.ones(3)}, upload=upload)
+saver.save(0)
+"""
+    proxy.fault = lambda request: Fault(silent=True) if "/data/" in request.path else None
+    command = [sys.executable, "-c", program, str(tmp_path), url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=S_MAX)
+    assert f"asyncckpt: the interpreter ends after uploads to {url!r}\n" in done.stderr
+
+
 def is_refused_to_a_child(call: Callable[[], object]) -> bool:
     child = os.fork()
     if not child:

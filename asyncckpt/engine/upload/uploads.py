@@ -17,7 +17,10 @@ tried again, until one fails. So a store that refuses all is asked for each comm
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+import weakref
 from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
@@ -60,6 +63,7 @@ class Uploads:
         self._working: Future[None] | None = None  # The last one.
         self._error: BaseException | None = None  # The last one that nobody has got.
         self._pid = os.getpid()
+        _all.add(self)
 
     @staticmethod
     def open(path: Place, options: UploadOptions | None, *, rank: int, in_turn: bool) -> Uploads:
@@ -260,3 +264,18 @@ def _warn_of_left(root: WriteRoot, left: list[Attempt]) -> None:
 def _open_store(options: UploadOptions) -> ObjectStore:
     limits = StoreLimits(request_s=options.request_deadline, retry_s=2 * options.request_deadline)
     return ObjectStore(StoreUrl.of(options.url), limits)
+
+
+_all: weakref.WeakSet[Uploads] = weakref.WeakSet()
+
+
+def _report_what_is_awaited() -> None:
+    for uploads in tuple(_all):
+        if uploads._pid == os.getpid() and not uploads.are_settled():
+            print(f"asyncckpt: the interpreter ends after uploads to {uploads._url!r}", file=sys.stderr)
+
+
+# As in save_lock.py: before threads are joined.
+_register = getattr(threading, "_register_atexit", None)
+if _register is not None:
+    _register(_report_what_is_awaited)
