@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -103,7 +104,8 @@ def _let_go(views: list[memoryview], what: str) -> None:
 class SentShard:
     """A shard file that is uploaded while it is written, from its begin to its end; what is written is copied.
 
-    The upload runs on a thread of `sender` from the first write on.
+    The upload runs on a thread of `sender` from the first write on. Where it is run in place, as when the interpreter
+    ends and no thread can be started any more, what is written is kept, and uploaded by `end`.
     """
 
     def __init__(self, folder: StoreFolder, name: str, *, bytes: int, sender: Executor) -> None:
@@ -115,6 +117,8 @@ class SentShard:
         self._offset = 0
         self._is_given_up = False
         self._sending: Future[None] | None = None
+        self._writer = 0  # The thread that has submitted it.
+        self._is_kept = False
 
     def write(self, address: int, size: int, *, offset: int) -> None:
         """Hand bytes over. Raises what the upload has failed with."""
@@ -130,6 +134,8 @@ class SentShard:
         self._put(None)
         assert self._sending is not None
         self._sending.result()
+        if self._is_kept:
+            self._upload()
 
     def close(self) -> None:
         """End an upload that has not come to its end. Never raises."""
@@ -146,6 +152,7 @@ class SentShard:
 
     def _put(self, part: U8 | None) -> None:
         if self._sending is None:
+            self._writer = threading.get_ident()
             self._sending = self._sender.submit(self._send)
         while True:
             if self._sending.done():
@@ -156,6 +163,12 @@ class SentShard:
                 continue
 
     def _send(self) -> None:
+        if threading.get_ident() == self._writer:
+            self._parts, self._is_kept = queue.Queue(), True
+        else:
+            self._upload()
+
+    def _upload(self) -> None:
         key = self._folder.key(self.name)
         self._folder.store.put(key, self._taken(), part_bytes=self._part_bytes, parallel=PARTS_AT_ONCE)
 

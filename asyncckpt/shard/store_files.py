@@ -76,7 +76,11 @@ class StoreReader:
         """Do work for all items, several at once, and give each with its result. What is not begun when one fails, or
         when the caller has enough, is not begun any more."""
         with ThreadPoolExecutor(min(self._threads, max(1, len(items))), "asyncckpt-fetch") as threads:
-            begun = {threads.submit(work, item): item for item in items}
+            try:
+                begun = {threads.submit(work, item): item for item in items}
+            except RuntimeError:  # The interpreter ends, and no thread can be started.
+                yield from ((item, work(item)) for item in items)
+                return
             try:
                 for done in as_completed(begun, timeout=READ_S_MAX):
                     uninterrupted.look()

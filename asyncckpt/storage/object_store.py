@@ -42,6 +42,7 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _SECONDS = re.compile(r"timed out|deadline|Timeout")
 
 T = TypeVar("T")
+_user: int | None = None  # The process that has asked a store first.
 
 # Codes of S3 for which something can be done.
 _REFUSALS = {
@@ -240,7 +241,11 @@ class ObjectStore:
             pause_s *= 2
 
     def _ask(self, what: str, key: str, ask: Callable[[], T]) -> T:
-        """Ask the store, and wrap what obstore raises, without its text: an answer may hold a key or a token."""
+        """Ask the store, and wrap what obstore raises, without its text: an answer may hold a key or a token.
+
+        UsageError in a child that was forked behind the first use of a store.
+        """
+        _check_not_forked()
         url = self.url / key if key else self.url
         try:
             return ask()
@@ -309,6 +314,15 @@ def refused(what: str, error: BaseException) -> CheckpointError:
     slow = "it did not answer in time" if _SECONDS.search(str(error)) else "the connection failed"
     hint = "is the endpoint right, and the network up?"
     return IOFailedError(f"{what}: {slow}", errno=errno.ETIMEDOUT, hint=hint)
+
+
+def _check_not_forked() -> None:
+    """Refuse a child of a process that has used a store: the threads of obstore are not there, and it would wait."""
+    global _user
+    if _user not in (None, os.getpid()):
+        what = "this process was forked from one that had used an object store, and cannot use any"
+        raise UsageError(what, hint="fork before that, or start it anew: multiprocessing.get_context('spawn')")
+    _user = os.getpid()
 
 
 def _check_endpoint() -> None:

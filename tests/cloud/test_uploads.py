@@ -361,8 +361,13 @@ def test_a_wait_has_a_deadline(proxy: FaultProxy, url: str, tmp_path: Path) -> N
 
 def test_a_save_without_a_store_has_nothing_to_wait_for(tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", None)
-    with saver, pytest.raises(asyncckpt.UsageError, match="not uploaded anywhere"):
-        saver.save_async(0).wait_uploaded()
+    with saver:
+        future = saver.save_async(0)
+        with pytest.raises(asyncckpt.UsageError, match="not uploaded anywhere"):
+            future.wait_uploaded()
+        soon: Any = "soon"
+        with pytest.raises(asyncckpt.UsageError, match="timeout is wrong"):
+            future.wait_uploaded(soon)
 
 
 def test_a_step_that_was_removed_is_not_asked_for_again(proxy: FaultProxy, url: str, tmp_path: Path) -> None:

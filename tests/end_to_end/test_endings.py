@@ -158,9 +158,8 @@ def test_the_check_finds_a_last_step_that_is_lost(tmp_path: Path, server: Server
         check(ending, status)
 
 
-def test_what_is_submitted_when_no_thread_can_be_started_any_more_runs_in_place(tmp_path: Path) -> None:
-    """As from Python 3.12 on, where handlers of the exit cannot start threads."""
-    program = """
+# The begin of a program, which is as from Python 3.12 on: handlers of the exit cannot start threads.
+NO_THREADS_AT_THE_EXIT = """
 import sys, threading
 import torch
 import asyncckpt
@@ -173,6 +172,11 @@ def refusing(thread):
     start(thread)
 
 threading.Thread.start = refusing
+"""
+
+
+def test_what_is_submitted_when_no_thread_can_be_started_any_more_runs_in_place(tmp_path: Path) -> None:
+    program = f"""{NO_THREADS_AT_THE_EXIT}
 x = torch.zeros(3)
 ckpt = asyncckpt.Checkpointer(sys.argv[1], every=1000, x=x)
 for step in range(5):

@@ -298,6 +298,7 @@ class SaveFuture(CheckpointFuture[SaveResult]):
         What was not uploaded stays on the disk, and the next save, or the next Saver, goes on with it. DeadlineError
         after `timeout` seconds (None: SAVE_DEADLINE_S), UsageError for a save that was skipped or has no store.
         """
+        check_timeout(timeout)
         until = time.monotonic() + (SAVE_DEADLINE_S if timeout is None else timeout)
         skipped = self.result(timeout).skipped
         if skipped or self._wait_for_upload is None:

@@ -58,6 +58,7 @@ def go_back(target: SaveTarget, step: int) -> None:
     forget_verified(target.root, lambda verified: verified > step)
     if target.rank == 0:
         _discard_after(target, step, dry_run=False)
+        target.uploads.discarded_after(step)
 
 
 def check_may_go_back(target: SaveTarget, step: int) -> None:

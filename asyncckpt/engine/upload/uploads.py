@@ -17,7 +17,10 @@ tried again, until one fails. So a store that refuses all is asked for each comm
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+import weakref
 from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
@@ -54,11 +57,13 @@ class Uploads:
         self._guard = Guard()
         self._waiting: deque[Attempt] = deque()
         self._left: deque[Attempt] = deque()
-        self._futures: dict[str, Future[None]] = {}  # Of what is waiting or uploading, by the id of its attempt.
+        self._futures: dict[Attempt, Future[None]] = {}  # Of what is waiting or uploading, or has failed.
+        self._discarded: set[Attempt] = set()
         self._is_working = False
         self._working: Future[None] | None = None  # The last one.
         self._error: BaseException | None = None  # The last one that nobody has got.
         self._pid = os.getpid()
+        _all.add(self)
 
     @staticmethod
     def open(path: Place, options: UploadOptions | None, *, rank: int, in_turn: bool) -> Uploads:
@@ -94,7 +99,9 @@ class Uploads:
         left = uploads_among(root.manifests.names()) if self.uploader is not None or warns else []
         if self.uploader is not None:
             for attempt in left:
-                self.committed(attempt)
+                # Else it was killed before its commit, or another Saver of this process is about to commit it.
+                if is_committed(root, attempt.step) or not root.data.has_folder(attempt.directory):
+                    self.committed(attempt)
         elif left:
             _warn_of_left(root, left)
 
@@ -102,7 +109,7 @@ class Uploads:
         """Upload an attempt, and then those that were left."""
         with self._guard:
             self._waiting.append(attempt)
-            self._futures[attempt.id] = Future()
+            self._futures[attempt] = Future()
             starts, self._is_working = not self._is_working, True
         if starts:
             self._start()
@@ -111,20 +118,31 @@ class Uploads:
         try:
             self._working = uploaders.submit_behind(self._work_off)
         except Exception as error:  # No thread can be started.
-            self._is_working = False
-            log_warning("checkpoints of %s are not uploaded yet: %s", self._path, error)
+            while (attempt := self._next(with_left=False)) is not None:
+                self._fail(attempt, error)
+
+    def discarded_after(self, step: int) -> None:
+        """Take note that the loop has removed what was saved after a step: it is no error that it is not uploaded."""
+        with self._guard:
+            open_ones = (one for one, future in self._futures.items() if not future.done())
+            self._discarded.update(one for one in open_ones if one.step > step)
+            self._left = deque(one for one in self._left if one.step <= step)
+            if not self._left or isinstance(self._error, AttemptGoneError):
+                self._error = None
 
     @uninterrupted
     def wait_for(self, attempt: Attempt, timeout: float) -> None:
-        """Wait until an attempt is uploaded, or raise why it is not. DeadlineError."""
+        """Wait until an attempt is uploaded, or raise why it is not. DeadlineError; UsageError in a forked child."""
         what = f"the upload of step {attempt.step} to {self._url!r}"
         if self._is_by_others:
             return self._wait_for_rank_0(attempt, timeout, what)
         check_may_wait(what, uploaders)
         with self._guard:
-            future = self._futures.get(attempt.id)
+            future = self._futures.get(attempt)
         if future is None:
             return
+        if not future.done() and self._pid != os.getpid():
+            raise UsageError(f"{what} is made by the parent process", hint="wait for it there")
         if not wait_until_done(future, timeout):
             raise DeadlineError(f"{what} did not end within {timeout} s", hint="it goes on")
         error = future.exception(0)
@@ -188,7 +206,7 @@ class Uploads:
             else:
                 goes_well = True
                 with self._guard:
-                    future = self._futures.pop(attempt.id)
+                    future = self._futures.pop(attempt)
                     if not self._waiting and not self._left:
                         self._error = None  # Of an earlier try.
                 future.set_result(None)
@@ -199,7 +217,7 @@ class Uploads:
                 return self._waiting.popleft()
             if with_left and self._left:
                 attempt = self._left.popleft()
-                self._futures[attempt.id] = Future()
+                self._futures[attempt] = Future()
                 return attempt
             self._is_working = False
             return None
@@ -219,12 +237,16 @@ class Uploads:
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
-        log_warning("step %d of %s is not uploaded: %s", attempt.step, self._path, error)
+        is_gone = isinstance(error, AttemptGoneError)
+        is_told = not is_gone or attempt not in self._discarded
+        if is_told:
+            log_warning("step %d of %s is not uploaded: %s", attempt.step, self._path, error)
         with self._guard:
-            self._error = error
-            if not isinstance(error, AttemptGoneError):
+            if is_told:
+                self._error = error
+            if not is_gone:
                 self._left.append(attempt)
-            future = self._futures[attempt.id]
+            future = self._futures[attempt]
         future.set_exception(error)
 
 
@@ -242,3 +264,18 @@ def _warn_of_left(root: WriteRoot, left: list[Attempt]) -> None:
 def _open_store(options: UploadOptions) -> ObjectStore:
     limits = StoreLimits(request_s=options.request_deadline, retry_s=2 * options.request_deadline)
     return ObjectStore(StoreUrl.of(options.url), limits)
+
+
+_all: weakref.WeakSet[Uploads] = weakref.WeakSet()
+
+
+def _report_what_is_awaited() -> None:
+    for uploads in tuple(_all):
+        if uploads._pid == os.getpid() and not uploads.are_settled():
+            print(f"asyncckpt: the interpreter ends after uploads to {uploads._url!r}", file=sys.stderr)
+
+
+# As in save_lock.py: before threads are joined.
+_register = getattr(threading, "_register_atexit", None)
+if _register is not None:
+    _register(_report_what_is_awaited)
