@@ -27,7 +27,7 @@ from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError, warn
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, unique_names
+from asyncckpt.format.tree import VALUE, descend, leaf_of, leaves, path_name, rebuild, tensor_paths, unique_names
 from asyncckpt.format.tree import Path as LeafPath
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
@@ -36,7 +36,7 @@ from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of
 from asyncckpt.plan.load_info import LoadFilter
 from asyncckpt.plan.load_plan import LoadPlan, make_load_plan
-from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, owner_of
+from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, is_extra_state
 from asyncckpt.plan.overlapping_targets import put_in_place
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
@@ -237,18 +237,8 @@ def fill(
 
 def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPath, Any]) -> None:
     """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt."""
-    owners = {item.path: item for item in plan.objects}
-    kinds: dict[LeafPath, dict[LeafPath, Node]] = {path: {} for path in owners}
-    for path, node in leaves(contents.tree):
-        owner = owner_of(path, owners)
-        if owner is not None:
-            kinds[owner.path][path] = node
     for item in plan.objects:
-        if item.is_module:
-            values = [contents.values.get(path, own) for path, own in item.values.items()]
-            state = rebuild(item.tree, iter(item.tensors.values()), iter(values))
-        else:
-            state = _stored_state(item, rebuilt, contents, kinds[item.path])
+        state = _module_state(item, rebuilt, contents) if item.is_module else _stored(item.path, rebuilt, contents)
         try:
             item.owner.load_state_dict(state)
         except CheckpointError:
@@ -260,14 +250,30 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
             ) from error
 
 
-def _stored_state(
-    item: Rebuilt, tensors: Mapping[LeafPath, Any], contents: Contents, kinds: Mapping[LeafPath, Node]
-) -> Any:
-    node = descend(contents.tree, item.path)
+def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents) -> Any:
+    """Return the state dict of a module with its own tensors, but its extra states as they were stored: a module that
+    is new has others, and none of what came in training.
+    """
+    values = [contents.values.get(path, own) for path, own in item.values.items()]
+    state = rebuild(item.tree, iter(item.tensors.values()), iter(values))
+    for key in filter(is_extra_state, state):
+        path = (*item.path, key)
+        node = descend(contents.tree, path)
+        paths = [] if node is None else tensor_paths(node, path)
+        found = [at for at in paths if at in rebuilt or at in item.tensors]
+        if node is not None and found == paths:
+            tensors = {at: rebuilt[at] if at in rebuilt else item.tensors[at] for at in paths}
+            state[key] = _stored(path, tensors, contents)
+    return state
+
+
+def _stored(path: LeafPath, tensors: Mapping[LeafPath, Any], contents: Contents) -> Any:
+    """Return what was stored at a path, with these tensors."""
+    node = descend(contents.tree, path)
     assert node is not None
-    leaf_tensors = [leaf_of(kind, tensors[p]) for p, kind in kinds.items() if kind is not VALUE]
-    values = [contents.values[p] for p in kinds if kinds[p] is VALUE]
-    return rebuild(node, iter(leaf_tensors), iter(values))
+    found = dict(leaves(node, path))
+    leaf_tensors = [leaf_of(kind, tensors[at]) for at, kind in found.items() if kind is not VALUE]
+    return rebuild(node, iter(leaf_tensors), iter([contents.values[at] for at, kind in found.items() if kind is VALUE]))
 
 
 def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
