@@ -157,10 +157,16 @@ class DenseTargets:
         return replace(self, in_place=tuple(filter(is_kept, self.in_place)))
 
 
-def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTargets:
-    """Take a target state apart; UsageError for a leaf that cannot be written."""
+def dense_targets(
+    state: Mapping[str, Any], *, tables: Iterator[str], parts: Sequence[tuple[Path, Any]] = ()
+) -> DenseTargets:
+    """Take a target state apart; UsageError for a leaf that cannot be written.
+
+    parts: further objects by their paths, which load what is there. There may be nothing yet.
+    """
     flat = flatten(state)
     owners = _rebuilt(flat)
+    owners |= {path: Rebuilt(path=path, owner=part, tree=descend(flat.tree, path) or VALUE) for path, part in parts}
     in_place: list[InPlace] = []
     outside: list[Path] = []
     scalars: dict[str, np.ndarray[Any, Any]] = {}
@@ -186,7 +192,7 @@ def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTa
             item.tensors[path] = leaf
         if item is None or item.is_module:
             in_place.append(writable(names[number], path, leaf))
-    empty = tuple(path for path in empty_paths(flat.tree) if path)
+    empty = tuple(path for path in empty_paths(flat.tree) if path and owner_of(path, owners) is None)
     paths = tuple(tensor_paths(flat.tree))
     return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths)
 

@@ -22,6 +22,7 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, mark_verified, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
+from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
 from asyncckpt.engine.process.log import log_exception
@@ -49,6 +50,7 @@ class LoadRequest:
     """The validated arguments of a Loader. This process is `rank` of the `ranks_count` ranks of its job.
 
     whole: load everything into targets that are made for it, and no other ones.
+    puts_values: plain values are put into the mappings and lists of the state.
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class LoadRequest:
     rank: int = 0
     ranks_count: int = 1
     whole: WholeRequest | None = None
+    puts_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,12 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     whole = None if request.whole is None else WholeState(chain, contents, request.whole)
     tables = request.tables if whole is None else whole.tables
-    targets = dense_targets(request.state, tables=iter(tables)) if whole is None else whole.targets
+    parts = [
+        part
+        for name, own in (request.state.items() if request.puts_values else ())
+        for part in plain_parts(own, descend(contents.tree, (name,)), (name,))
+    ]
+    targets = dense_targets(request.state, tables=iter(tables), parts=parts) if whole is None else whole.targets
     plan = make_load_plan(
         chain,
         contents,
@@ -278,6 +286,7 @@ def _stored(path: LeafPath, tensors: Mapping[LeafPath, Any], contents: Contents)
 
 def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
     """Return the plain values of a checkpoint by dotted name, except those inside of objects."""
-    paths = [path for path in contents.values if targets.owner_of(path) is None]
+    owners = ((path, targets.owner_of(path)) for path in contents.values)
+    paths = [path for path, owner in owners if owner is None or isinstance(owner.owner, PlainPart)]
     names = unique_names(path_name(path) for path in paths)
     return {name: contents.values[path] for name, path in zip(names, paths, strict=True)}
