@@ -24,6 +24,7 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from time import monotonic
@@ -281,14 +282,16 @@ class Checkpointer:
 
     def _load(self, step: int, path: str) -> LoadReport:
         target = self._saver._target
-        return Loader(
+        loader = Loader(
             path,
             target.tables,
             target.state,
             step=step,
             shard_index=target.rank,
             shard_num=self._saver.ranks_count,
-        ).load()
+        )
+        loader._request = replace(loader._request, puts_values=True)
+        return loader.load()
 
     def _warn_if_half_way(self, report: LoadReport) -> None:
         if report.metadata.get(HALF_WAY):

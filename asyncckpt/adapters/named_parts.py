@@ -5,7 +5,8 @@
     a module with tables of this package      by their own names                the module: its state dict has no tables
     a module with tables of other libraries   tables_of, below the name given   dense_state_of
     a sparse optimizer                        by their own names                itself
-    a dict of plain values                                                      an object that a load fills in place
+    a dict or list of plain values                                              an object that a load fills in place
+    a dict or list of these and of tensors                                      itself; `restore` puts values into it
 
 Each table is taken once. An nn.Embedding stays in the state dict of its module, unless that has tables of other
 libraries. A number or a text by itself is refused: it would be saved for ever as it is now.
@@ -13,7 +14,7 @@ libraries. A number or a text by itself is refused: it would be saved for ever a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -28,20 +29,21 @@ from asyncckpt.model.table import Table
 
 _OWN_FACTORIES = (collection_tables, embedding_tables, hash_embedding_tables)
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+_MORE_PLAIN = (set, frozenset, slice, range, torch.dtype, torch.Size, torch.device)
 
 
 class Values:
-    """A dict of plain values as an object with a state dict, so that a load changes the dict itself."""
+    """A dict or list of plain values as an object with a state dict, so that a load changes the container itself."""
 
-    def __init__(self, values: dict[Any, Any]) -> None:
+    def __init__(self, values: Any) -> None:
         self._values = values
 
-    def state_dict(self) -> dict[Any, Any]:
+    def state_dict(self) -> Any:
         return self._values
 
-    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         self._values.clear()
-        self._values.update(state)
+        (self._values.extend if isinstance(self._values, list) else self._values.update)(state)
 
 
 def named_parts(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, Any]]:
@@ -59,7 +61,7 @@ def named_parts(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, A
         if isinstance(value, torch.nn.Module) and _has_tables_of_others(value):
             _add(tables, tables_of(value, prefix=name))
             rest[name] = dense_state_of(value)
-        elif type(value) is dict and _is_plain(value):
+        elif isinstance(value, (MutableMapping, list)) and is_plain(value):
             rest[name] = Values(value)
     for path, table in tables_held(rest, tables.values()):
         if table.name in tables:
@@ -84,9 +86,12 @@ def _has_tables_of_others(module: torch.nn.Module) -> bool:
     return any(claim.adapter.factory not in _OWN_FACTORIES for claim in walk(module).claims)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+def is_plain(value: Any) -> bool:
+    """Return whether a value holds neither tensors nor objects."""
+    if isinstance(value, Mapping):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, _MORE_PLAIN):
+        return True
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return isinstance(value, _PLAIN)

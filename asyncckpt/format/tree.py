@@ -71,9 +71,9 @@ def empty_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
         yield from empty_paths(child, (*prefix, key))
 
 
-def tensor_paths(node: Node) -> list[Path]:
+def tensor_paths(node: Node, prefix: Path = ()) -> list[Path]:
     """Return the paths of tensors, arrays and scalars, by the numbers of their leaves."""
-    return [path for path, leaf in leaves(node) if leaf is not VALUE]
+    return [path for path, leaf in leaves(node, prefix) if leaf is not VALUE]
 
 
 def descend(node: Node, path: Path) -> Node | None:
@@ -148,11 +148,11 @@ def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
 
 
 def leaf_of(node: Node, tensor: Any) -> Any:
-    """Return a loaded tensor as what its leaf was: a tensor, an array or a NumPy scalar."""
+    """Return a loaded tensor (or an array) as what its leaf was: a tensor, an array or a NumPy scalar."""
     if node is TENSOR:
         return tensor
     try:
-        array = tensor.numpy()
+        array = tensor.detach().numpy() if hasattr(tensor, "detach") else tensor
     except TypeError:  # A write filter has cast it to a dtype that NumPy lacks.
         return tensor
     return array[()] if node is SCALAR else array

@@ -70,11 +70,12 @@ class Offer:
         for name in elsewhere:
             del loads[name]
         taken = {*loads, *elsewhere}
-        for item in targets.rebuilt:
-            if contents.has(item.path) and not item.is_module:
-                found = contents.below(item.path)
-                names = unique_names((stored.name for stored in found), taken={*taken, *loads})
-                loads |= {name: {stored.name: []} for name, stored in zip(names, found, strict=True)}
+        made = [item for item in contents.dense.values() if targets.extra_state(item.path) is not None]
+        founds = [contents.below(item.path) for item in targets.rebuilt if not item.is_module]
+        own = {leaf.path for leaf in targets.in_place}
+        for found in (*founds, [item for item in made if item.path not in own and item.path in contents.prefixes]):
+            names = unique_names((stored.name for stored in found), taken={*taken, *loads})
+            loads |= {name: {stored.name: []} for name, stored in zip(names, found, strict=True)}
         return Offer(
             loads=loads,
             lacking=(*lacking, *(name for name in absent if name not in contents.dense)),

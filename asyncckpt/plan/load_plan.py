@@ -115,6 +115,7 @@ def make_load_plan(
     """
     if strict:
         _check_readable(contents, chain.step)
+    targets = targets.with_extra_states_of(contents)
     offer = Offer.of(contents, targets, tables)
     answer, missing = offer.settled(offer.filtered(filter_func), strict=strict)
     match = _Match(chain, contents, targets, strict, cast)

@@ -1,8 +1,10 @@
 """What a load fills: dense leaves in place, objects by load_state_dict, tables by rows.
 
 In place are plain tensors, arrays, this rank's boxes of tensors that are spread, and the tensors of modules (whose
-load_state_dict is called afterwards, with the same tensors, so that its hooks run). Other objects with load_state_dict
-(optimizers, schedulers) get a state dict made anew from the checkpoint, because a fresh optimizer has no tensors yet.
+load_state_dict is called afterwards, with the same tensors, so that its hooks run). Extra states of modules have the
+form that was stored: tensors that the module's own ones have not, or in another shape, are made anew. Other objects
+with load_state_dict (optimizers, schedulers) get a state dict made anew from the checkpoint, because a fresh optimizer
+has no tensors yet.
 Its tensors are whole ones, but
 
 1. where the object's own state has a spread tensor (DTensor, ShardedTensor, Sharded) of the stored shape and dtype at
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -38,7 +40,7 @@ from asyncckpt.format.tree import (
     tensor_paths,
 )
 from asyncckpt.model.sharded import Piece
-from asyncckpt.plan.contents import StoredDense
+from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.shared_leaves import overlaps_itself
@@ -133,11 +135,38 @@ class DenseTargets:
         """Return the object that a leaf is inside of."""
         return owner_of(path, self._owners)
 
+    def extra_state(self, path: Path) -> Path | None:
+        """Return the path of the extra state that a leaf is in, where a module has one there."""
+        end = next((end for end, key in enumerate(path, 1) if is_extra_state(key)), None)
+        owner = None if end is None else self.owner_of(path)
+        if owner is None or not owner.is_module or descend(owner.tree, path[len(owner.path) : end]) is None:
+            return None
+        return path[:end]
 
-def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTargets:
-    """Take a target state apart; UsageError for a leaf that cannot be written."""
+    def with_extra_states_of(self, contents: Contents) -> DenseTargets:
+        """Return targets without tensors of extra states that were stored in another form: set_extra_state takes it."""
+        stored = {item.path: item for item in contents.dense.values()}
+
+        def is_kept(leaf: InPlace) -> bool:
+            extra, item = self.extra_state(leaf.path), stored.get(leaf.path)
+            if extra is None or not contents.has(extra):
+                return True
+            form = leaf.whole_shape, leaf.dtype
+            return item is not None and form == (item.shape, dtype_by_name(item.dtype, owner=item.name).dtype)
+
+        return replace(self, in_place=tuple(filter(is_kept, self.in_place)))
+
+
+def dense_targets(
+    state: Mapping[str, Any], *, tables: Iterator[str], parts: Sequence[tuple[Path, Any]] = ()
+) -> DenseTargets:
+    """Take a target state apart; UsageError for a leaf that cannot be written.
+
+    parts: further objects by their paths, which load what is there. There may be nothing yet.
+    """
     flat = flatten(state)
     owners = _rebuilt(flat)
+    owners |= {path: Rebuilt(path=path, owner=part, tree=descend(flat.tree, path) or VALUE) for path, part in parts}
     in_place: list[InPlace] = []
     outside: list[Path] = []
     scalars: dict[str, np.ndarray[Any, Any]] = {}
@@ -163,9 +192,14 @@ def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTa
             item.tensors[path] = leaf
         if item is None or item.is_module:
             in_place.append(writable(names[number], path, leaf))
-    empty = tuple(path for path in empty_paths(flat.tree) if path)
+    empty = tuple(path for path in empty_paths(flat.tree) if path and owner_of(path, owners) is None)
     paths = tuple(tensor_paths(flat.tree))
     return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths)
+
+
+def is_extra_state(key: Key) -> bool:
+    """Return whether a key in the state dict of a module is that of what get_extra_state returned."""
+    return type(key) is str and key.endswith("_extra_state")
 
 
 def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:

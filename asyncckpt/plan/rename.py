@@ -51,7 +51,7 @@ class Names:
         for end, key in enumerate(path, 1):
             old, above = ".".join(map(_text, path[:end])), ".".join(map(_text, found))
             new, begin = self.name(old), f"{above}." if found else ""
-            if not new.startswith(begin) or not new[len(begin) :]:
+            if not new.startswith(begin) or (key != "" and not new[len(begin) :]):
                 raise UsageError(f"{old!r} cannot become {new!r}", expected=f"a name that begins with {begin!r}")
             found.append(key if new == f"{begin}{_text(key)}" else new[len(begin) :])
         return tuple(found)

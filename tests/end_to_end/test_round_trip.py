@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def test_every_kind_of_tensor(tmp_path: Path, staged: bool) -> None:
 
 
 class Extra(torch.nn.Module):
-    """A module whose extra state holds a NumPy scalar."""
+    """A module with extra state."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -130,10 +131,35 @@ async def test_a_numpy_scalar_is_its_own_target(tmp_path: Path, value: Any) -> N
         for name in ("s", "deep.0.s"):
             assert type(report.values[name]) is type(value)
             assert report.values[name].tobytes() == value.tobytes()
-    assert np.asarray(module.loss).tobytes() == value.tobytes()
+    assert type(module.loss) is type(value)
+    assert module.loss.tobytes() == value.tobytes()
     with pytest.raises(asyncckpt.IncompatibleError, match="'other'"):
         asyncckpt.Loader(tmp_path, tensors={"other": old}).load()
     assert "other" not in asyncckpt.Loader(tmp_path, tensors={"other": old}, strict=False).load().values
+
+
+EXTRA_STATES: list[Any] = [None, [], [1, (2.5, "x")], {"n": 5}, {"steps": [1]}, {1: {}, "n": np.int8(3)}]
+EXTRA_STATES += [torch.ones(2), torch.ones(3), {"steps": [torch.ones(2)]}, {"n": torch.ones(2, dtype=torch.int64)}]
+
+
+@pytest.mark.parametrize("new", EXTRA_STATES[::3], ids=repr)
+@pytest.mark.parametrize("saved", EXTRA_STATES, ids=repr)
+async def test_extra_state_of_a_module_has_the_form_that_was_stored(tmp_path: Path, saved: Any, new: Any) -> None:
+    """What a module notes while it trains is not in a new one; `load_state_dict` gives it all the same."""
+    asyncckpt.save(tmp_path, {"model": torch.nn.Sequential(Extra(copy.deepcopy(saved)))})
+    loaded = torch.nn.Sequential(Extra(copy.deepcopy(new)))
+    asyncckpt.Loader(tmp_path, tensors={"model": loaded}).load()
+    assert repr(loaded[0].loss) == repr(saved)
+    loaded[0].loss = copy.deepcopy(new)
+    async for update in asyncckpt.follow(tmp_path, until=0):
+        await update.load(tensors={"model": loaded})
+    assert repr(loaded[0].loss) == repr(saved)
+
+
+def test_extra_state_that_a_module_does_not_take_is_refused(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"model": Extra(torch.ones(2))})
+    with pytest.raises(asyncckpt.IncompatibleError, match="loss' is unexpected"):
+        asyncckpt.Loader(tmp_path, tensors={"model": torch.nn.Module()}).load()
 
 
 def test_a_masked_array_is_refused(tmp_path: Path) -> None:

@@ -22,12 +22,13 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, mark_verified, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
+from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError, warn
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, unique_names
+from asyncckpt.format.tree import VALUE, descend, leaf_of, leaves, path_name, rebuild, tensor_paths, unique_names
 from asyncckpt.format.tree import Path as LeafPath
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
@@ -36,7 +37,7 @@ from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of
 from asyncckpt.plan.load_info import LoadFilter
 from asyncckpt.plan.load_plan import LoadPlan, make_load_plan
-from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, owner_of
+from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, is_extra_state
 from asyncckpt.plan.overlapping_targets import put_in_place
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
@@ -49,6 +50,7 @@ class LoadRequest:
     """The validated arguments of a Loader. This process is `rank` of the `ranks_count` ranks of its job.
 
     whole: load everything into targets that are made for it, and no other ones.
+    puts_values: plain values are put into the mappings and lists of the state.
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class LoadRequest:
     rank: int = 0
     ranks_count: int = 1
     whole: WholeRequest | None = None
+    puts_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,12 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     whole = None if request.whole is None else WholeState(chain, contents, request.whole)
     tables = request.tables if whole is None else whole.tables
-    targets = dense_targets(request.state, tables=iter(tables)) if whole is None else whole.targets
+    parts = [
+        part
+        for name, own in (request.state.items() if request.puts_values else ())
+        for part in plain_parts(own, descend(contents.tree, (name,)), (name,))
+    ]
+    targets = dense_targets(request.state, tables=iter(tables), parts=parts) if whole is None else whole.targets
     plan = make_load_plan(
         chain,
         contents,
@@ -237,18 +245,8 @@ def fill(
 
 def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPath, Any]) -> None:
     """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt."""
-    owners = {item.path: item for item in plan.objects}
-    kinds: dict[LeafPath, dict[LeafPath, Node]] = {path: {} for path in owners}
-    for path, node in leaves(contents.tree):
-        owner = owner_of(path, owners)
-        if owner is not None:
-            kinds[owner.path][path] = node
     for item in plan.objects:
-        if item.is_module:
-            values = [contents.values.get(path, own) for path, own in item.values.items()]
-            state = rebuild(item.tree, iter(item.tensors.values()), iter(values))
-        else:
-            state = _stored_state(item, rebuilt, contents, kinds[item.path])
+        state = _module_state(item, rebuilt, contents) if item.is_module else _stored(item.path, rebuilt, contents)
         try:
             item.owner.load_state_dict(state)
         except CheckpointError:
@@ -260,18 +258,35 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
             ) from error
 
 
-def _stored_state(
-    item: Rebuilt, tensors: Mapping[LeafPath, Any], contents: Contents, kinds: Mapping[LeafPath, Node]
-) -> Any:
-    node = descend(contents.tree, item.path)
+def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents) -> Any:
+    """Return the state dict of a module with its own tensors, but its extra states as they were stored: a module that
+    is new has others, and none of what came in training.
+    """
+    values = [contents.values.get(path, own) for path, own in item.values.items()]
+    state = rebuild(item.tree, iter(item.tensors.values()), iter(values))
+    for key in filter(is_extra_state, state):
+        path = (*item.path, key)
+        node = descend(contents.tree, path)
+        paths = [] if node is None else tensor_paths(node, path)
+        found = [at for at in paths if at in rebuilt or at in item.tensors]
+        if node is not None and found == paths:
+            tensors = {at: rebuilt[at] if at in rebuilt else item.tensors[at] for at in paths}
+            state[key] = _stored(path, tensors, contents)
+    return state
+
+
+def _stored(path: LeafPath, tensors: Mapping[LeafPath, Any], contents: Contents) -> Any:
+    """Return what was stored at a path, with these tensors."""
+    node = descend(contents.tree, path)
     assert node is not None
-    leaf_tensors = [leaf_of(kind, tensors[p]) for p, kind in kinds.items() if kind is not VALUE]
-    values = [contents.values[p] for p in kinds if kinds[p] is VALUE]
-    return rebuild(node, iter(leaf_tensors), iter(values))
+    found = dict(leaves(node, path))
+    leaf_tensors = [leaf_of(kind, tensors[at]) for at, kind in found.items() if kind is not VALUE]
+    return rebuild(node, iter(leaf_tensors), iter([contents.values[at] for at, kind in found.items() if kind is VALUE]))
 
 
 def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
     """Return the plain values of a checkpoint by dotted name, except those inside of objects."""
-    paths = [path for path in contents.values if targets.owner_of(path) is None]
+    owners = ((path, targets.owner_of(path)) for path in contents.values)
+    paths = [path for path, owner in owners if owner is None or isinstance(owner.owner, PlainPart)]
     names = unique_names(path_name(path) for path in paths)
     return {name: contents.values[path] for name, path in zip(names, paths, strict=True)}

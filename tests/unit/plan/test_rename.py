@@ -33,6 +33,16 @@ def test_two_that_become_the_same_are_refused() -> None:
         Names.of({"a": "b"}).tree(node)
 
 
+@pytest.mark.parametrize("new", [{}, {"other": "o"}, {"y": "z"}])
+def test_an_empty_key_stays(new: dict[str, str]) -> None:
+    """It came out in a checkpoint of DCP, and did not come in again."""
+    name = new.get("y", "y")
+    paths = [("",), ("", "a"), ("y", ""), ("y", "", ("int", 0))]
+    assert [Names.of(new).path(path) for path in paths] == [("",), ("", "a"), (name, ""), (name, "", ("int", 0))]
+    with pytest.raises(UsageError, match="cannot become 'q'"):
+        Names.of({"y.": "q"}).path(("y", ""))
+
+
 @pytest.mark.parametrize("kind", ["list", "tuple"])
 def test_a_position_in_a_list_has_no_other_name(kind: str) -> None:
     layers = [{"weight": torch.ones(2)}, {"weight": torch.zeros(3)}]

@@ -1,0 +1,47 @@
+"""Plain values in the mappings and lists of a state, as objects that a load gives back to them.
+
+Else a load leaves plain values to its caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from asyncckpt.adapters.named_parts import is_plain
+from asyncckpt.format.tree import MAPPINGS, Node, Path, key_value
+from asyncckpt.plan.state import stored_key
+
+
+class PlainPart:
+    """A place in a container where a plain value is, or will be."""
+
+    def __init__(self, container: Any, place: Any) -> None:
+        self._container, self._place = container, place
+
+    def load_state_dict(self, value: Any) -> None:
+        """Put the value there."""
+        if isinstance(self._container, list) and self._place >= len(self._container):
+            self._container.append(value)
+        else:
+            self._container[self._place] = value
+
+
+def plain_parts(own: Any, node: Node | None, path: Path) -> Iterator[tuple[Path, PlainPart]]:
+    """Return what is plain in a container, or was stored and is not there. node: of what was stored; None: nothing."""
+    while node is not None and node[0] == "state":
+        node = node[1]
+    if isinstance(own, MutableMapping):
+        stored = dict(zip(node[1], node[2], strict=True)) if node is not None and node[0] in MAPPINGS else {}
+        places = {**{key: key_value(key) for key in stored}, **{stored_key(key, path): key for key in own}}
+    elif isinstance(own, list):
+        stored = {("int", index): child for index, child in enumerate(node[1])} if node and node[0] == "list" else {}
+        places = {("int", index): index for index in range(max(len(own), len(stored)))}
+    else:
+        return
+    for key, place in places.items():
+        is_there = place in own if isinstance(own, MutableMapping) else place < len(own)
+        if not is_there or is_plain(own[place]):
+            yield (*path, key), PlainPart(own, place)
+        else:
+            yield from plain_parts(own[place], stored.get(key), (*path, key))

@@ -1,0 +1,70 @@
+"""A Checkpointer puts plain values back into dicts and lists of the program, whatever is beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import asyncckpt
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "set": ({"epoch": 3, "done": {1, 2}}, {"epoch": 0, "done": set()}),
+    "size and dtype": ({"size": torch.Size([2]), "in": torch.float64}, {"size": None, "in": torch.float32}),
+    "ordered dict": (OrderedDict(epoch=3), OrderedDict(epoch=0)),
+    "counter": (Counter(a=2, b=1), Counter(a=7)),
+    "default dict": (defaultdict(int, epoch=3), defaultdict(int)),
+    "list": ([1, [2]], [0]),
+    "longer list": ([1], [0, 5, 6]),
+    "longer beside a tensor": ([[1], torch.ones(1)], [[0, 5, 6], torch.zeros(1)]),
+    "numpy that came later": ([[np.float64(1)], torch.ones(1), np.int8(5)], [[], torch.zeros(1)]),
+    "beside a tensor": ({"ema": torch.ones(2), "epoch": 3}, {"ema": torch.zeros(2), "epoch": 0}),
+    "that came later": ({"ema": torch.ones(2), "seen": [1, {2}], 7: "b"}, {"ema": torch.zeros(2), "seen": []}),
+    "deep": (
+        {"a": [torch.ones(1), {"b": 5, "c": torch.ones(1)}]},
+        {"a": [torch.zeros(1), {"b": 0, "c": torch.zeros(1)}]},
+    ),
+    "one name for two": (
+        {"a.b": 1, "a": {"b": 2, "t": torch.ones(1)}},
+        {"a.b": 0, "a": {"b": 0, "t": torch.zeros(1)}},
+    ),
+    "numpy": (
+        {"t": torch.ones(1), "n": np.float32(2.5), "a": np.ones(2)},
+        {"t": torch.zeros(1), "n": np.float32(0), "a": np.zeros(2)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("saved", "new"), CASES.values(), ids=CASES)
+def test_values_come_back_in_place(tmp_path: Path, saved: Any, new: Any) -> None:
+    new = copy.deepcopy(new)
+    with asyncckpt.Checkpointer(tmp_path, every=1, progress=saved) as ckpt:
+        ckpt.step(0)
+    with asyncckpt.Checkpointer(tmp_path, every=9, progress=new) as ckpt:
+        assert ckpt.restore() == 1
+    assert repr(new) == repr(saved)
+
+
+def test_tensors_and_objects_stay_the_same(tmp_path: Path) -> None:
+    old = {"model": torch.nn.Linear(1, 1), "epoch": 3, "ema": torch.ones(2)}
+    model, ema = torch.nn.Linear(1, 1), torch.zeros(2)
+    with asyncckpt.Checkpointer(tmp_path, every=1, all=old) as ckpt:
+        ckpt.step(0)
+    new = {"model": model, "epoch": 0, "ema": ema, "added": 5}
+    with asyncckpt.Checkpointer(tmp_path, every=9, all=new) as ckpt:
+        with pytest.raises(asyncckpt.IncompatibleError, match="added' is missing"):
+            ckpt.restore()
+        assert new["epoch"] == 0
+        del new["added"]
+    with asyncckpt.Checkpointer(tmp_path, every=9, all=new) as ckpt:
+        ckpt.restore()
+        assert ckpt.report is not None
+        assert ckpt.report.values == {"all.epoch": 3}
+    assert new["model"] is model
+    assert new["ema"] is ema
+    assert (new["epoch"], ema.tolist()) == (3, [1, 1])
