@@ -9,6 +9,7 @@ before it is durable too. The shard files and the manifest itself were synced be
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 
 from asyncckpt import system
 from asyncckpt.commit.chain import chain_below
@@ -23,7 +24,13 @@ from asyncckpt.storage.directory import io_failed
 
 
 class InDoubt(IndeterminateError):
-    """An IndeterminateError that other processes can resolve too: it says where to look."""
+    """An IndeterminateError that other processes can resolve too: it says where to look.
+
+    answer: what `resolve()` has said last. settle: commits it anew where that replaces nothing, on a commit thread.
+    """
+
+    answer: bool | None = None
+    settle: Callable[[], None] | None = None
 
     def __init__(self, what: str, path: Place, attempt: Attempt, name: str) -> None:
         super().__init__(what, resolve=self._look, hint="call resolve() on this error; older checkpoints are kept")
@@ -33,7 +40,37 @@ class InDoubt(IndeterminateError):
         return InDoubt, self._where
 
     def _look(self) -> bool:
-        return is_committed_whole(*self._where[1:])
+        self.answer = is_committed_whole(*self._where[1:])
+        return self.answer
+
+
+def check_may_be_settled(in_doubt: Iterable[IndeterminateError]) -> None:
+    """Raise IndeterminateError for a commit in doubt that `settle` can do nothing about."""
+    for error in in_doubt:
+        if not isinstance(error, InDoubt) or error.settle is None:
+            raise _refused(error, "close this Saver, call resolve(), and open a new one")
+
+
+def settle(in_doubt: list[IndeterminateError]) -> None:
+    """Find out about commits in doubt, and forget them. IndeterminateError, as above, or while a store does not answer.
+    Blocks.
+    """
+    check_may_be_settled(in_doubt)
+    for error in tuple(in_doubt):
+        assert isinstance(error, InDoubt)
+        assert error.settle is not None
+        try:
+            error.settle()
+        except (IOFailedError, IndeterminateError) as reason:
+            raise _refused(error, "the next save tries again to find out") from reason
+        except CheckpointError:
+            pass  # Something else has its place, or its files are gone: it will not be.
+        in_doubt.remove(error)
+
+
+def _refused(doubt: IndeterminateError, hint: str) -> IndeterminateError:
+    what = f"an earlier commit of this Saver is in doubt: {doubt.what}"
+    return IndeterminateError(what, resolve=doubt.resolve, hint=hint)
 
 
 def is_committed_whole(path: Place, attempt: Attempt, name: str | None = None) -> bool:

@@ -20,7 +20,8 @@ A checkpoint exists from the moment its manifest has its final name; before that
 
 An error before 5, or a crash, leaves no checkpoint: the attempt is abandoned, and what stays of it is swept later. An
 error from 5 on is an InDoubt, never a plain failure; nothing is removed, and until the directory is opened anew nothing
-more is committed. A sync that failed is never tried again on the same file (doubt.py).
+more is committed. A sync that failed is never tried again on the same file (doubt.py). In a store the next `begin`
+publishes the manifest once more, which replaces nothing: then the checkpoint is there, or another one of its step.
 
 #   from        to          done by
 #   begun       committing  commit
@@ -28,6 +29,7 @@ more is committed. A sync that failed is never tried again on the same file (dou
 #   committing  committed   commit
 #   committing  abandoned   commit, after an error before the rename
 #   committing  in doubt    commit, after an error behind it
+#   in doubt    committed   in a store, the next `begin`
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol, TypeVar
 
 from asyncckpt.commit.chain import KnownChain, base_lost
 from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
-from asyncckpt.commit.doubt import InDoubt, find_manifest
+from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, settle
 from asyncckpt.commit.proof import Draft, encode_proven
 from asyncckpt.commit.publication import Publication, begin_attempt, folder_removed
 from asyncckpt.commit.removal import being_removed
@@ -131,13 +133,11 @@ class Commits:
         self.said[what] = why
 
     def check_not_in_doubt(self) -> None:
-        """Refuse to commit after a commit whose durability is unknown, until the directory is opened anew."""
-        if self.in_doubt:
-            raise IndeterminateError(
-                f"an earlier commit of this Saver is in doubt: {self.in_doubt[0].what}",
-                resolve=self.in_doubt[0].resolve,
-                hint="close this Saver, call resolve(), and open a new one",
-            )
+        """Refuse to commit after a commit whose durability is unknown, until the directory is opened anew.
+
+        What the next `begin` can settle is no reason.
+        """
+        check_may_be_settled(self.in_doubt)
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class Transaction:
         commits: Commits, claim: Claim, recorder: Recorder = NOT_RECORDED, *, goes_on: bool = False
     ) -> Transaction:
         """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`."""
-        commits.check_not_in_doubt()
         with recorder.span("begin"):
+            settle(commits.in_doubt)
             if claim.kind == "save":
                 commits.sweep()
             made = begin_attempt(commits.root, claim, goes_on=goes_on, durable=commits.durable)
@@ -210,20 +210,27 @@ class Transaction:
             if isinstance(error, InDoubt):
                 self._state = "in doubt"
                 self._commits.in_doubt.append(error)
+                if isinstance(self._root, StoreRoot):
+                    self._root.note(head.file_name)  # Its number is taken, until a look says that it is not.
+                    error.settle = partial(self._settle, error, head, raw)
             else:
                 with contextlib.suppress(CheckpointError):  # No thread can be started.
                     await self._on_thread(self._abandon)
             raise
         finally:
             self.place.close()
+        sealed = self._committed(head, raw)
+        parent = ParentFacts(step=head.step, attempt=head.attempt, digest=sealed.digest)
+        return Published(parent=parent, manifest_bytes=len(raw))
+
+    def _committed(self, head: ManifestHead, raw: bytearray) -> SealedHead:
         self._state = "committed"
         self._root.note(head.file_name)  # Also where the answer to our own request was lost.
         sealed = SealedHead(head=head, digest=written_digest(raw))
         self._commits.heads.add(sealed)
         if self._commits.uploader is not None:
             self._commits.uploader.committed(self.attempt)
-        parent = ParentFacts(step=head.step, attempt=head.attempt, digest=sealed.digest)
-        return Published(parent=parent, manifest_bytes=len(raw))
+        return sealed
 
     def close(self) -> None:
         """Give up what was begun and not committed, in the process that has begun it. Leaves a commit under way alone.
@@ -352,6 +359,16 @@ class Transaction:
             if self._commits.heads.of(manifest_name(head.step)).digest != digest:
                 self._root.manifests.remove_file(head.file_name)
                 raise self._rewritten()
+
+    def _settle(self, doubt: InDoubt, head: ManifestHead, raw: bytearray) -> None:
+        """Publish once more what is in doubt, unless it is there, or somebody was told that it is not."""
+        if find_manifest(self._root, self.attempt, head.file_name) is None:
+            if doubt.answer is False:
+                return
+            self._check_others(head)
+            self._give_name(head.file_name)
+        self._check_after(head)
+        self._committed(head, raw)
 
     def _doubt(self, name: str, error: Exception) -> InDoubt:
         step = self.attempt.step

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import asyncckpt
+from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, first
 from tests.cloud.test_saver_in_a_store import is_equal, small_parts, state
 from tests.shares import share_of
@@ -42,28 +45,75 @@ def test_a_disturbed_save_is_whole_or_refused(proxy: FaultProxy, url: str, kind:
     assert is_equal(asyncckpt.load(url), 1)
 
 
-@pytest.mark.parametrize("name", ["500 after success", "silent", "silent after success", "cut in the body"])
-def test_a_manifest_that_stays_unanswered_is_in_doubt(proxy: FaultProxy, url: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_asked"),
+    [("500 after success", False), ("cut in the body", False)]
+    + [(name, is_asked) for name in ("silent", "silent after success") for is_asked in (False, True)],
+)
+def test_a_manifest_that_stays_unanswered_is_in_doubt(proxy: FaultProxy, url: str, name: str, is_asked: bool) -> None:
+    """The next save sends it again, unless somebody was told that it is not there."""
     tensors = state(0)
     with asyncckpt.Saver(path=url, tensors=tensors) as saver:
         saver.save(0)
-        for tensor in tensors.values():
-            tensor.fill_(1)
-        proxy.fault = first("put", [FAULTS[name]] * 100, where="/manifests/")
-        try:
-            saver.save_async(1).result()
-            is_saved = True
-        except asyncckpt.IndeterminateError as error:
-            proxy.fault = lambda request: None
-            is_saved = error.resolve()
-            with pytest.raises(asyncckpt.IndeterminateError, match="in doubt"):
-                saver.save(2)
+        doubt = save_in_doubt(saver, tensors, proxy, FAULTS[name])
+        is_there = doubt is None or not is_asked or doubt.resolve()
+        assert is_there or "after" not in name
+        save_filled(saver, tensors, None)  # Its number is taken.
+        check_steps(url, [0, 1, 2] if is_there else [0, 2])
+    assert doubt is None or doubt.resolve() == is_there
+
+
+def test_saves_go_on_when_the_store_answers_again(proxy: FaultProxy, url: str) -> None:
+    tensors = state(0)
+    with asyncckpt.Saver(path=url, tensors=tensors) as saver:
+        saver.save(0)
+        save_in_doubt(saver, tensors, proxy, FAULTS["silent"], stays=True)
+        for step in (2, 3):
+            with pytest.raises(asyncckpt.IndeterminateError, match=r"an earlier commit .*in doubt: .* step 1 ") as again:
+                save_filled(saver, tensors, step)
+            assert again.value.hint == "the next save tries again to find out"
         proxy.fault = lambda request: None
-        check_steps(url, [0, 1] if is_saved else [0])
-        assert is_saved == ("after" in name)
-    if not is_saved:
-        asyncckpt.save(url, tensors, step=1)
-    assert is_equal(asyncckpt.load(url), 1)
+        save_filled(saver, tensors, 4)
+    check_steps(url, [0, 1, 4])
+
+
+@pytest.mark.parametrize("what", ["saved by another one", "without its files"])
+def test_what_is_in_doubt_and_cannot_be_any_more_is_given_up(proxy: FaultProxy, url: str, what: str) -> None:
+    tensors = state(0)
+    with asyncckpt.Saver(path=url, tensors=tensors) as saver:
+        doubt = save_in_doubt(saver, tensors, proxy, FAULTS["silent"])
+        assert doubt is not None
+        if what == "without its files":
+            store = ObjectStore(StoreUrl.of(url))
+            for found in store.below("data"):
+                store.remove(found.key)
+        else:
+            asyncckpt.save(url, tensors, step=1)
+        save_filled(saver, tensors, 2)
+        check_steps(url, [2] if what == "without its files" else [1, 2])
+        assert not doubt.resolve()
+
+
+def save_filled(saver: asyncckpt.Saver, tensors: dict[str, torch.Tensor], step: int | None) -> None:
+    """Save; each element is the step, which is 2 where none is given."""
+    for tensor in tensors.values():
+        tensor.fill_(2 if step is None else step)
+    saver.save_async(step).result()
+
+
+def save_in_doubt(
+    saver: asyncckpt.Saver, tensors: dict[str, torch.Tensor], proxy: FaultProxy, fault: Fault, *, stays: bool = False
+) -> asyncckpt.IndeterminateError | None:
+    """Save step 1 while no manifest gets an answer; return the error, None where one got through."""
+    proxy.fault = first("put", [fault] * 100, where="/manifests/")
+    try:
+        save_filled(saver, tensors, 1)
+    except asyncckpt.IndeterminateError as error:
+        return error
+    finally:
+        if not stays:
+            proxy.fault = lambda request: None
+    return None
 
 
 def test_a_refusal_behind_a_try_that_may_come_is_in_doubt(proxy: FaultProxy, url: str) -> None:

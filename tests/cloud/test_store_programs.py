@@ -109,11 +109,13 @@ class Program:
             result = self.saver.save_async(step, kind=kind).result()
         except asyncckpt.IndeterminateError as error:
             self.proxy.fault = lambda request: None
-            if error.resolve():
+            is_asked = self.choices.random() < 0.5  # Else the next save finds out.
+            if is_asked and error.resolve():
                 self.acknowledged.add(step)
             else:
                 self.gone.add(step)
-            self.open()
+            if is_asked:
+                self.open()
         except asyncckpt.CheckpointError as error:
             self.done.append(f"{type(error).__name__}: {error}"[:200])
             self.proxy.fault = lambda request: None
@@ -155,8 +157,9 @@ class Program:
                 asyncckpt.compact(self.url, step)
         except asyncckpt.IndeterminateError as error:
             self.proxy.fault = lambda request: None
-            self.done.append(f"in doubt, and {'there' if error.resolve() else 'not there'}")
-            self.open()
+            if self.choices.random() < 0.5:
+                self.done.append(f"in doubt, and {'there' if error.resolve() else 'not there'}")
+                self.open()
         except asyncckpt.CheckpointError as error:
             self.done.append(f"{type(error).__name__}: {error}"[:200])
 
