@@ -52,10 +52,9 @@ def test_case_111_error_is_raised_by_every_wait_for_its_future(tmp_path: Path) -
         assert isinstance(future.exception(), FilterError)
 
 
-def test_case_111_calls_in_a_callback(tmp_path: Path) -> None:
+def test_case_111_calls_in_a_callback(tmp_path: Path, gate: Gate, saver: asyncckpt.Saver) -> None:
     """A callback runs on the background thread: it may begin a save, but not wait for one."""
     answers: dict[str, Any] = {}
-    saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)})
     done = threading.Event()
 
     def tried(function: Callable[[], Any]) -> Any:
@@ -73,6 +72,7 @@ def test_case_111_calls_in_a_callback(tmp_path: Path) -> None:
         done.set()
 
     saver.save_async(0).add_done_callback(callback)
+    gate.may_go_on.set()
     assert done.wait(DEADLINE_S)
     assert answers["inner"].result(DEADLINE_S).step == 1
     for name in ("result", "wait_idle", "close"):
