@@ -251,6 +251,8 @@ def _make_root(path: Path, *, exact_modes: bool) -> None:
         path.mkdir(FOLDER_MODE)
         if exact_modes:
             path.chmod(FOLDER_MODE)
+    except FileExistsError:  # Another process has made it meanwhile; which of them may write is decided by its lock.
+        return
     except OSError as error:
         raise io_failed(f"folder {str(path)!r} cannot be made", error) from error
 
