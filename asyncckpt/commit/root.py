@@ -214,11 +214,12 @@ def make_folder(path: Path) -> None:
     """
     missing = []
     for folder in (path, *path.parents):
-        if os.path.isdir(folder):
+        if not os.path.lexists(folder):  # First: another rank may make it between two looks.
+            missing.append(folder)
+        elif os.path.isdir(folder):
             break
-        if os.path.lexists(folder):
+        else:
             raise UsageError("path is not in a folder", found=str(folder))
-        missing.append(folder)
     for folder in reversed(missing):
         try:
             folder.mkdir()
@@ -250,6 +251,8 @@ def _make_root(path: Path, *, exact_modes: bool) -> None:
         path.mkdir(FOLDER_MODE)
         if exact_modes:
             path.chmod(FOLDER_MODE)
+    except FileExistsError:  # Another process has made it meanwhile; which of them may write is decided by its lock.
+        return
     except OSError as error:
         raise io_failed(f"folder {str(path)!r} cannot be made", error) from error
 

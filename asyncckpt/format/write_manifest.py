@@ -37,7 +37,7 @@ from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 from asyncckpt.native import row_begins
 
 _HOLE = b"-" * 32
-# Quotes within strings have a backslash before them, so this is found in blocks alone.
+# Quotes within strings have a backslash before them, so in a body this is found in blocks alone.
 _LEAF_DIGESTS = re.compile(rb'("bytes":[0-9]+),"leaf_digests":"[0-9a-f]+"(?=,"digest":"[0-9a-f]{32}"})')
 # The two hexadecimal digits of every byte value, uint8 [256, 2].
 _HEX = np.frombuffer("".join(f"{value:02x}" for value in range(256)).encode(), dtype=np.uint8).reshape(256, 2)
@@ -119,7 +119,7 @@ def encode_part(
     begin = dumps({"files": [_file_json(file) for file in files], "values": list(values)})[:-1] + b","
     text = bytearray().join((begin, body.text, b"}"))
     _fill_holes(text, body, digests, first_byte=len(begin))
-    return PartText(text=_within_limit(text), features=body.features)
+    return PartText(text=_within_limit(text, first_byte=len(begin)), features=body.features)
 
 
 def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8], *, first_byte: int) -> None:
@@ -127,11 +127,14 @@ def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8],
     array[(body.holes + first_byte)[:, None] + np.arange(32)] = _HEX[digests].reshape(len(body.holes), 32)
 
 
-def _within_limit(text: bytearray) -> bytearray:
+def _within_limit(text: bytearray, *, first_byte: int) -> bytearray:
     """Return the text of a manifest, or of a part, that readers take: without the digests of leaves where it would be
-    too long with them, at some 100 TB. UsageError when it is too long without them."""
+    too long with them, at some 100 TB. UsageError when it is too long without them.
+
+    first_byte: of the body; metadata, which come before, may look like a block.
+    """
     if len(text) > limits.MANIFEST_BYTES_MAX:
-        text = bytearray(_LEAF_DIGESTS.sub(rb"\1", text))
+        text[first_byte:] = _LEAF_DIGESTS.sub(rb"\1", text[first_byte:])
     limits.check_manifest_bytes(len(text))
     return text
 
@@ -176,7 +179,7 @@ def encode_manifest(
     texts = (begin, body.text, *listed, b"]" if listed else b"", DIGEST_MARK, bytes(32), b'"}\n')
     raw = bytearray().join(texts)
     _fill_holes(raw, body, digests, first_byte=len(begin))
-    raw = _within_limit(raw)
+    raw = _within_limit(raw, first_byte=len(begin))
     raw[-35:-3] = xxhash.xxh3_128_hexdigest(memoryview(raw)[:-END_BYTES]).encode("ascii")
     return raw
 

@@ -1,4 +1,4 @@
-"""Filters that hold a save, or fail, and a wait for one."""
+"""Filters that hold a save, or fail, and waits."""
 
 from __future__ import annotations
 
@@ -29,3 +29,10 @@ def failing(blocks: Any) -> Any:
 
 async def wait_for(future: asyncckpt.SaveFuture) -> asyncckpt.SaveResult:
     return await future
+
+
+def await_end_of_threads() -> None:
+    """One that is about to end takes what is submitted next, and no other one is started."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("asyncckpt") and not thread.daemon:
+            thread.join(DEADLINE_S)

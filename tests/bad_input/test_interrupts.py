@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gate import DEADLINE_S, Gate, failing, wait_for
+from gate import DEADLINE_S, Gate, await_end_of_threads, failing, wait_for
 
 import asyncckpt
 from asyncckpt import signals
@@ -119,6 +119,7 @@ def test_case_107_interrupt_before_the_background_has_the_job(
         raise KeyboardInterrupt
 
     for staged in (False, True):
+        await_end_of_threads()
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from gate import DEADLINE_S, Gate, failing, wait_for
+from gate import DEADLINE_S, Gate, await_end_of_threads, failing, wait_for
 
 import asyncckpt
 from asyncckpt.commit import transaction
@@ -52,10 +52,9 @@ def test_case_111_error_is_raised_by_every_wait_for_its_future(tmp_path: Path) -
         assert isinstance(future.exception(), FilterError)
 
 
-def test_case_111_calls_in_a_callback(tmp_path: Path) -> None:
+def test_case_111_calls_in_a_callback(tmp_path: Path, gate: Gate, saver: asyncckpt.Saver) -> None:
     """A callback runs on the background thread: it may begin a save, but not wait for one."""
     answers: dict[str, Any] = {}
-    saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)})
     done = threading.Event()
 
     def tried(function: Callable[[], Any]) -> Any:
@@ -73,6 +72,7 @@ def test_case_111_calls_in_a_callback(tmp_path: Path) -> None:
         done.set()
 
     saver.save_async(0).add_done_callback(callback)
+    gate.may_go_on.set()
     assert done.wait(DEADLINE_S)
     assert answers["inner"].result(DEADLINE_S).step == 1
     for name in ("result", "wait_idle", "close"):
@@ -158,6 +158,7 @@ def test_case_113_thread_cannot_be_started(
 
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         for step in range(6):  # More often than there are threads to lose.
+            await_end_of_threads()
             with monkeypatch.context() as patched:
                 patched.setattr(threading.Thread, "start", start)
                 with pytest.raises(IOFailedError, match=f"thread '{which}' cannot be started.*ulimit -u"):
@@ -175,6 +176,7 @@ def test_case_113_load_thread_cannot_be_started(tmp_path: Path, monkeypatch: pyt
 
     loader = asyncckpt.Loader(tmp_path)
     for _ in range(6):
+        await_end_of_threads()
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", start)
             with pytest.raises(IOFailedError, match="cannot be started"):
@@ -191,6 +193,7 @@ def test_case_113_prepare_without_a_thread_gives_the_arena_back(
     busy = asyncckpt.BusyPolicy("wait", deadline=2)
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, on_busy=busy) as saver:
         for _ in range(3):
+            await_end_of_threads()
             with monkeypatch.context() as patched:
                 patched.setattr(threading.Thread, "start", start)
                 with pytest.raises(IOFailedError, match="cannot be started"):
@@ -208,6 +211,7 @@ def test_case_113_background_thread_dies(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, on_busy="queue") as saver:
+        await_end_of_threads()
         with monkeypatch.context() as patched:
             patched.setattr(background_module.asyncio, "run", run)
             futures = [saver.save_async(step) for step in range(1 + queued)]

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.dcp import AsyncStager, SavePlanner, StorageReader, StorageWriter
+from asyncckpt.engine.process.background import retainer
 from asyncckpt.plan import image
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
@@ -172,6 +173,7 @@ class Program:
             assert differences(image_of(self.staged[-1][0]), self.staged.pop()[1]) == []
         gc.collect()
         assert all(arena.state is ArenaState.FREE for arena in pool._arenas)
+        retainer.submit(int).result(WAIT_S_MAX)  # It is behind the retention of the last save.
         for path in {writer.checkpoint_id for writer in self.writers}:
             assert not Path(path).exists() or asyncckpt.verify(path).strays == ()
 

@@ -437,7 +437,10 @@ def test_a_callback_that_waits_for_another_compaction_is_refused(tmp_path: Path)
             else:
                 found.set_result(None)
 
+        may_begin = threading.Event()
+        blocked.append(rewriters.submit(may_begin.wait, 60))
         saver.compact(2).add_done_callback(wait_for_another)
+        may_begin.set()
         assert isinstance(found.result(60), asyncckpt.UsageError)
         for one in blocked:
             one.result(60)

@@ -169,13 +169,14 @@ def test_a_manifest_that_would_be_too_long_has_no_digests_of_leaves(
     ranks_count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     odd = 'x","bytes":1,"leaf_digests":"' + "0" * 32 + '","digest":"' + "0" * 32 + '"}'  # A name, and it stays.
+    metadata = {"bytes": 1, "leaf_digests": "0" * 32, "digest": "0" * 32}
 
     def save(path: Path) -> None:
         for rank in range(ranks_count):
             state = {f"w{rank}": WHOLE, f"{rank}{odd}": torch.ones(1), f"v{rank}": odd}
             in_turn = asyncckpt.RankOptions(in_turn=True)
             with asyncckpt.Saver(rank, ranks_count, ranks_count, path, {}, state, ranks=in_turn) as saver:
-                saver.save(0)
+                saver.save(0, metadata=metadata)
 
     def length_but_for_times(path: Path) -> int:
         """Times have as many digits as a save took microseconds."""
@@ -189,6 +190,7 @@ def test_a_manifest_that_would_be_too_long_has_no_digests_of_leaves(
     left_out = ranks_count * len(',"leaf_digests":""' + 96 * "0")
     assert length_but_for_times(tmp_path / "without") == length_but_for_times(tmp_path / "with") - left_out
     asyncckpt.verify(tmp_path / "without")
+    assert asyncckpt.describe(tmp_path / "without").metadata == metadata
     loaded = asyncckpt.load(tmp_path / "without")
     for rank in range(ranks_count):
         assert torch.equal(loaded[f"w{rank}"], WHOLE)

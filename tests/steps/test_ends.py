@@ -17,6 +17,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.devices import watches
+from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.staging.pool import pool
 from tests.steps.gate import Gate
 from tests.steps.world import World, load_optimizer
@@ -228,12 +229,17 @@ def test_a_write_that_torch_counts_late_is_seen(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, ended = torch.nn.Parameter(torch.arange(300.0)), list[float]()
-    counts_of = watches._versions
+    counts_of, let_writes_end = watches._versions, SaveJob.let_writes_end
     is_over = lambda: bool(ended) and time.monotonic() > ended[0]  # noqa: E731
+
+    async def write_meanwhile(job: SaveJob) -> None:
+        ended.append(job.staged_at + 0.1)  # By the clock of that wait: this thread may be late.
+        await let_writes_end(job)
+
+    monkeypatch.setattr(SaveJob, "let_writes_end", write_meanwhile)
     monkeypatch.setattr(watches, "_versions", lambda of: [count + is_over() for count in counts_of(of)])
     device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0)])
     with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device, durability="none") as saver:
         future = saver.save_async(1)
-        ended.append(time.monotonic() + 0.1)
         with pytest.raises(asyncckpt.UsageError, match="'weight' was changed behind the call"):
             future.result(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.commit.root import make_folder
 from asyncckpt.errors import UnsupportedError
 
 pytestmark = pytest.mark.any_core
@@ -33,3 +35,36 @@ def test_a_host_of_the_other_byte_order_is_refused(
     with pytest.raises(UnsupportedError, match="little-endian hosts, found 'big'"):
         door(tmp_path)
     assert not (tmp_path / "new").exists()
+
+
+def then_made(look: Callable[[Path], bool]) -> Callable[[Path], bool]:
+    """A look at a folder, which another process makes behind it."""
+
+    def looked(path: Path) -> bool:
+        found = look(path)
+        Path(path).mkdir(parents=True, exist_ok=True)
+        return found
+
+    return looked
+
+
+def test_a_folder_that_another_rank_makes_between_two_looks_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank said that it is no folder, and the others waited for that rank."""
+    with monkeypatch.context() as patched:
+        for name in ("isdir", "lexists"):
+            patched.setattr(os.path, name, then_made(getattr(os.path, name)))
+        make_folder(tmp_path / "iteration" / "common")
+    assert (tmp_path / "iteration" / "common").is_dir()
+
+
+def test_a_directory_that_another_process_makes_meanwhile_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of them may write is decided by its lock."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os.path, "exists", then_made(os.path.exists))
+        with asyncckpt.Saver(path=tmp_path / "ckpt", tensors={"w": torch.ones(3)}) as saver:
+            saver.save(1)
+    asyncckpt.verify(tmp_path / "ckpt")

@@ -102,10 +102,10 @@ def test_a_silent_rank_0_is_a_peer_error() -> None:
 
 def test_who_says_that_it_lives_is_waited_for() -> None:
     """Rank 1 speaks for longer than the deadline before its call ends."""
-    zero, one = agreements(2, deadline_s=0.2)
+    zero, one = agreements(2, deadline_s=1.0)
 
     def speak() -> Verdict:
-        for _ in range(8):
+        for _ in range(5):
             one.say_running(0)
             one._channel.receive(7, one.pause_s)  # Nothing ever comes here.
         return one.decide(0, DONE, blocking=True)
@@ -117,10 +117,10 @@ def test_who_says_that_it_lives_is_waited_for() -> None:
 
 
 def test_rank_0_says_that_it_lives_while_it_waits() -> None:
-    zero, one, two = agreements(3, deadline_s=0.2)
+    zero, one, two = agreements(3, deadline_s=1.0)
 
     def late() -> Verdict:
-        for _ in range(8):
+        for _ in range(5):
             two.say_running(0)
             two._channel.receive(7, two.pause_s)
         return two.decide(0, DONE, blocking=True)
