@@ -77,7 +77,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-integrations test-megatron test-cloud \
+.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-delays test-torchrec test-integrations test-megatron test-cloud \
 	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -115,6 +115,10 @@ test-random: $(READY) ## other random examples than those that the suite draws e
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_FAULT_SEED=$(SEED) $(PYTEST) -m 'random and not slow' \
 		--hypothesis-profile=random --hypothesis-seed=$(SEED) $(PARALLEL) $(ARGS)
 	$(BIN)/python -m tests.simulator --first $(SEED) --seeds 2000
+
+test-delays: $(READY) ## the suite with threads, jobs and tasks that begin and end late at random; prints its seed
+	@echo "make test-delays SEED=$(SEED) draws the same delays"
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_DELAYS=$(SEED) $(PYTEST) -p tests.delays $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
 
 test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, which lie in .torchrec
 	PYTHONPATH=$(CURDIR)/$(TORCHREC) $(PYTEST) tests/torchrec $(PARALLEL) $(ARGS)

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -64,13 +65,19 @@ def test_what_comes_of_work_is_waited_for_up_to_a_deadline() -> None:
 
 
 def test_work_that_has_not_ended_may_succeed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_end = threading.Event()
+    begun, may_end = threading.Event(), threading.Event()
 
     async def work() -> int:
+        begun.set()
         while not may_end.is_set():
             await asyncio.sleep(0.001)
         return 1
 
+    def result_when_begun(*arguments: Any) -> Any:
+        assert begun.wait(DEADLINE_S)
+        return result_of(*arguments)
+
+    monkeypatch.setattr("asyncckpt.engine.process.background.result_of", result_when_begun)
     monkeypatch.setattr("asyncckpt.engine.process.background.SAVE_DEADLINE_S", 0.01)
     with pytest.raises(IndeterminateError, match=r"did not end within 0\.02 s, and may succeed yet") as raised:
         background.run(work, "a removal")
