@@ -8,6 +8,8 @@ before it is durable too. The shard files and the manifest itself were synced be
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterable
 
@@ -19,6 +21,7 @@ from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.format.names import Attempt, manifest_name, temporary_manifest_name
+from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import Place
 from asyncckpt.storage.directory import io_failed
 
@@ -26,22 +29,45 @@ from asyncckpt.storage.directory import io_failed
 class InDoubt(IndeterminateError):
     """An IndeterminateError that other processes can resolve too: it says where to look.
 
-    answer: what `resolve()` has said last. settle: commits it anew where that replaces nothing, on a commit thread.
+    settle: commits it anew where that replaces nothing, on a commit thread.
     """
 
-    answer: bool | None = None
     settle: Callable[[], None] | None = None
 
     def __init__(self, what: str, path: Place, attempt: Attempt, name: str) -> None:
         super().__init__(what, resolve=self._look, hint="call resolve() on this error; older checkpoints are kept")
+        self.step = attempt.step
         self._where = (what, path, attempt, name)
+        self._guard = Guard()
+        self._answer: bool | None = None  # What `resolve()` has said last.
+        self._sendings_count = self._sending_count = 0  # Of `send_anew`: all that were begun, and those under way.
 
     def __reduce__(self) -> tuple[object, ...]:
         return InDoubt, self._where
 
+    def send_anew(self, send: Callable[[], None]) -> bool:
+        """Publish it once more; return False, and do nothing, where somebody was told that it is not there. Blocks."""
+        with self._guard:
+            if self._answer is False:
+                return False
+            self._sendings_count += 1
+            self._sending_count += 1
+        try:
+            send()
+        finally:
+            with self._guard:
+                self._sending_count -= 1
+        return True
+
     def _look(self) -> bool:
-        self.answer = is_committed_whole(*self._where[1:])
-        return self.answer
+        begun_count = self._sendings_count
+        answer = is_committed_whole(*self._where[1:])
+        with self._guard:
+            if not answer and (self._sending_count or self._sendings_count != begun_count):
+                what = f"the manifest of step {self.step} is being sent once more by another save"
+                raise IOFailedError(what, errno=errno.EAGAIN, hint="call resolve() again")
+            self._answer = answer
+        return answer
 
 
 def check_may_be_settled(in_doubt: Iterable[IndeterminateError]) -> None:
@@ -65,6 +91,18 @@ def settle(in_doubt: list[IndeterminateError]) -> None:
             raise _refused(error, "the next save tries again to find out") from reason
         except CheckpointError:
             pass  # Something else has its place, or its files are gone: it will not be.
+        _forget(error, in_doubt)
+
+
+def forget_after(in_doubt: list[IndeterminateError], step: int) -> None:
+    """Forget commits of later steps, which a loop has discarded: `settle` would bring them back."""
+    for error in tuple(in_doubt):
+        if isinstance(error, InDoubt) and error.settle is not None and error.step > step:
+            _forget(error, in_doubt)
+
+
+def _forget(error: IndeterminateError, in_doubt: list[IndeterminateError]) -> None:
+    with contextlib.suppress(ValueError):  # A compaction may settle what a save settles.
         in_doubt.remove(error)
 
 

@@ -209,10 +209,10 @@ class Transaction:
         except BaseException as error:
             if isinstance(error, InDoubt):
                 self._state = "in doubt"
-                self._commits.in_doubt.append(error)
                 if isinstance(self._root, StoreRoot):
                     self._root.note(head.file_name)  # Its number is taken, until a look says that it is not.
                     error.settle = partial(self._settle, error, head, raw)
+                self._commits.in_doubt.append(error)
             else:
                 with contextlib.suppress(CheckpointError):  # No thread can be started.
                     await self._on_thread(self._abandon)
@@ -362,13 +362,14 @@ class Transaction:
 
     def _settle(self, doubt: InDoubt, head: ManifestHead, raw: bytearray) -> None:
         """Publish once more what is in doubt, unless it is there, or somebody was told that it is not."""
-        if find_manifest(self._root, self.attempt, head.file_name) is None:
-            if doubt.answer is False:
-                return
+
+        def send() -> None:
             self._check_others(head)
             self._give_name(head.file_name)
-        self._check_after(head)
-        self._committed(head, raw)
+
+        if find_manifest(self._root, self.attempt, head.file_name) is not None or doubt.send_anew(send):
+            self._check_after(head)
+            self._committed(head, raw)
 
     def _doubt(self, name: str, error: Exception) -> InDoubt:
         step = self.attempt.step

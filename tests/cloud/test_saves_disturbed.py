@@ -94,6 +94,20 @@ def test_what_is_in_doubt_and_cannot_be_any_more_is_given_up(proxy: FaultProxy, 
         assert not doubt.resolve()
 
 
+def test_what_a_loop_has_gone_back_behind_is_not_settled(proxy: FaultProxy, url: str) -> None:
+    """It would be the newest step again, of the history that was discarded."""
+    weight = torch.zeros(3)
+    with asyncckpt.Checkpointer(url, every=100, weight=weight) as ckpt:
+        ckpt.save_now(10)
+        proxy.fault = first("put", [FAULTS["silent"]] * 100, where="/manifests/")
+        with pytest.raises(asyncckpt.IndeterminateError):
+            ckpt.save_now(30)
+        proxy.fault = lambda request: None
+        assert ckpt.restore(10, discard_newer=True) == 11
+        ckpt.save_now(11)
+        assert asyncckpt.list_steps(url) == [10, 11]
+
+
 def save_filled(saver: asyncckpt.Saver, tensors: dict[str, torch.Tensor], step: int | None) -> None:
     """Save; each element is the step, which is 2 where none is given."""
     for tensor in tensors.values():

@@ -5,6 +5,7 @@ upon it any more.
 from __future__ import annotations
 
 from asyncckpt.commit.discover import committed_steps, forget_verified, read_head
+from asyncckpt.commit.doubt import forget_after
 from asyncckpt.commit.retention import remove_steps
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.save.save_job import SaveTarget
@@ -58,6 +59,7 @@ def go_back(target: SaveTarget, step: int) -> None:
     forget_verified(target.root, lambda verified: verified > step)
     if target.rank == 0:
         _discard_after(target, step, dry_run=False)
+        forget_after(target.commits.in_doubt, step)
         target.uploads.discarded_after(step)
 
 

@@ -6,13 +6,17 @@ import errno
 import os
 import pickle
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit.doubt import InDoubt
+from asyncckpt.commit import doubt as doubt_room
+from asyncckpt.commit.doubt import InDoubt, settle
 from asyncckpt.storage.directory import Directory
 
 
@@ -105,3 +109,43 @@ def test_a_delta_is_there_only_with_what_it_builds_upon(tmp_path: Path, monkeypa
     (file,) = (tmp_path / "data").glob(f"{1:012d}-*/*")
     file.unlink()
     assert not error.resolve()
+
+
+def test_a_save_and_a_compaction_may_settle_the_same(doubt: InDoubt) -> None:
+    meeting = threading.Barrier(2, timeout=60)
+    doubt.settle = lambda: bool(meeting.wait()) and None
+    in_doubt: list[asyncckpt.IndeterminateError] = [doubt]
+    with ThreadPoolExecutor(2) as threads:
+        for settling in [threads.submit(settle, in_doubt) for _ in range(2)]:
+            settling.result(60)
+    assert not in_doubt
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_nobody_is_told_that_it_is_not_there_while_it_is_sent(
+    doubt: InDoubt, monkeypatch: pytest.MonkeyPatch, ends_first: bool
+) -> None:
+    looks: list[Callable[[], None]] = [lambda: None]
+
+    def look(*_: object) -> bool:
+        looks.pop()()
+        return False
+
+    monkeypatch.setattr(doubt_room, "is_committed_whole", look)
+
+    def send() -> None:
+        if not ends_first:
+            resolve_anew()
+
+    def resolve_anew() -> None:
+        with pytest.raises(asyncckpt.IOFailedError, match="step 1 is being sent once more"):
+            doubt.resolve()
+
+    if ends_first:
+        looks[0] = lambda: bool(doubt.send_anew(send)) and None
+        resolve_anew()
+    else:
+        assert doubt.send_anew(send)
+    looks.append(lambda: None)
+    assert not doubt.resolve()
+    assert not doubt.send_anew(lambda: pytest.fail("somebody was told that it is not there"))
