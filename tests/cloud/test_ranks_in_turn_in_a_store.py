@@ -15,7 +15,10 @@ from asyncckpt.engine.ranks import in_turn
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, Request, first
+from tests.cloud.test_saver_in_a_store import small_parts
+
+__all__ = ["small_parts"]
 
 RANKS = 4
 IDS = torch.arange(-100, 100)
@@ -100,3 +103,18 @@ def test_a_part_that_fails_gives_the_step_up(proxy: FaultProxy, url: str) -> Non
         with saver_of(url, rank, value=5) as saver:
             saver.save(0)
     check_loads(url, step=0, value=5, count=1)
+
+
+def test_a_step_in_doubt_is_settled_by_the_next_one(proxy: FaultProxy, url: str, small_parts: None) -> None:
+    with ExitStack() as opened:
+        savers = [opened.enter_context(saver_of(url, rank)) for rank in range(RANKS)]
+        proxy.fault = first("put", [FAULTS["silent"]] * 100, where="/manifests/")
+        for saver in savers[:-1]:
+            saver.save()
+        with pytest.raises(asyncckpt.IndeterminateError):
+            savers[-1].save()
+        proxy.fault = lambda request: None
+        steps = {saver.save().step for saver in savers}
+        assert not any(saver._target.commits.in_doubt for saver in savers)
+    assert (steps, asyncckpt.list_steps(url)) == ({1}, [0, 1])
+    check_loads(url, step=0, value=0, count=2)

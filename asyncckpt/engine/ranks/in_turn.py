@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncckpt.commit.claims import Claim, claims
+from asyncckpt.commit.doubt import InDoubt, settle
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Transaction
@@ -35,10 +36,10 @@ from asyncckpt.engine.ranks.open_directory import Opened, open_alone
 from asyncckpt.engine.ranks.replica_contents import Contents, check_contents, contents_of
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.engine.ranks.writers import Decisions, Held
-from asyncckpt.engine.save.save_job import Committed, SaveJob, Written
+from asyncckpt.engine.save.save_job import Committed, SaveJob, SaveTarget, Written
 from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
-from asyncckpt.errors import IndeterminateError, PeerError
+from asyncckpt.errors import PeerError
 from asyncckpt.format.names import manifest_name
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.write_manifest import encode_part
@@ -65,8 +66,8 @@ class _Part:
 class StepInTurn:
     """A step of which some ranks have saved their part.
 
-    running: ranks whose save has been called and has not ended. writers: which rank has written a replica. roots: those
-    of the Savers. over: why no part is taken any more; None while some are missing.
+    running: ranks whose save has been called and has not ended. writers: which rank has written a replica. targets:
+    those of the Savers. over: why no part is taken any more; None while some are missing.
     """
 
     claim: Claim
@@ -74,7 +75,7 @@ class StepInTurn:
     running: set[int] = field(default_factory=set)
     parts: dict[int, _Part] = field(default_factory=dict)
     writers: dict[str, int] = field(default_factory=dict)
-    roots: list[WriteRoot] = field(default_factory=list)
+    targets: list[SaveTarget] = field(default_factory=list)
     over: str | None = None
     _opened: Opened | None = None
     _transaction: Transaction | None = None
@@ -141,15 +142,24 @@ class StepInTurn:
         await job.let_writes_end()
         job.enter(FutureState.COMMITTING)
         self.writers.update(owners)
-        self.roots.append(job.target.root)
+        self.targets.append(job.target)
         self.parts[rank] = _Part(written, job.values, job.metadata, held, contents, share.ids_held)
         if self.missing:
             return Committed(written, transaction.attempt, None, (), waits_for=self.missing)
         self.over = "all parts have come"
         published = await transaction.commit(self._draft(transaction), job.recorder)
-        for root in self.roots:
-            root.note(manifest_name(self.claim.step))
+        self._note()
         return Committed(written, transaction.attempt, None, (), published.manifest_bytes)
+
+    def _note(self) -> None:
+        for target in self.targets:
+            target.root.note(manifest_name(self.claim.step))
+
+    def note_in_doubt(self, error: InDoubt) -> None:
+        """Let each Saver whose part has come settle it at its next save, or refuse that."""
+        self._note()
+        for target in self.targets:
+            target.commits.in_doubt.append(error)
 
     def _check_goes_on(self, rank: int) -> None:
         if self.over is not None:
@@ -166,6 +176,7 @@ class StepInTurn:
 
     def _begun(self, job: SaveJob) -> Transaction:
         """Return the transaction; the first part begins it, in a directory of its own. On a commit thread."""
+        settle(job.target.commits.in_doubt)
         if self._transaction is None:
             self._opened = open_alone(job.target.root.path, exact_modes=False)
             commits = commits_of(self._opened.root, self._opened.lock, job.target.options.durability)
@@ -231,8 +242,8 @@ async def save_in_turn(job: SaveJob, share: RankShare) -> Committed:
         return await turn.save(job, share)
     except BaseException as error:
         turn.give_up(cause_of(error))
-        if isinstance(error, IndeterminateError):
-            job.target.commits.in_doubt.append(error)
+        if isinstance(error, InDoubt):  # Of this step: not of an earlier one that the store has not answered for yet.
+            turn.note_in_doubt(error)
         raise
 
 
