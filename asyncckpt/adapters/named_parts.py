@@ -33,17 +33,45 @@ _MORE_PLAIN = (set, frozenset, slice, range, torch.dtype, torch.Size, torch.devi
 
 
 class Values:
-    """A dict or list of plain values as an object with a state dict, so that a load changes the container itself."""
+    """A dict or list of plain values as an object with a state dict, so that a load changes the container itself.
+
+    known: see `filled`; of all containers of one load.
+    """
 
     def __init__(self, values: Any) -> None:
         self._values = values
+        self.known: dict[int, Any] = {}
 
     def state_dict(self) -> Any:
         return self._values
 
     def load_state_dict(self, state: Any) -> None:
-        self._values.clear()
-        (self._values.extend if isinstance(self._values, list) else self._values.update)(state)
+        if filled(self._values, state, self.known) is not self._values:
+            raise TypeError(f"a {type(self._values).__name__} cannot take this {type(state).__name__}")
+
+
+def filled(own: Any, value: Any, known: dict[int, Any]) -> Any:
+    """Return a plain value, in the containers that are there where they are of its kind: the program may hold them
+    elsewhere too, and some are subclasses.
+
+    known: containers that have got their value, by their ids. A second value, of another place, does not change them.
+    """
+    if isinstance(own, tuple) and isinstance(value, tuple) and len(own) == len(value):
+        children = [filled(*pair, known) for pair in zip(own, value, strict=True)]
+        return own._make(children) if hasattr(own, "_make") else tuple(children)
+    is_list = isinstance(own, list) and isinstance(value, list)
+    if not is_list and not (isinstance(own, MutableMapping) and isinstance(value, Mapping)):
+        return value
+    if id(own) in known:
+        return own if is_plain(value) and own == value else value
+    known[id(own)] = own
+    if is_list:
+        own[:] = [filled(own[at], each, known) if at < len(own) else each for at, each in enumerate(value)]
+    else:
+        new = {key: filled(own[key], each, known) if key in own else each for key, each in value.items()}
+        own.clear()
+        own.update(new)
+    return own
 
 
 def named_parts(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,38 @@ CASES: dict[str, tuple[Any, Any]] = {
         {"t": torch.zeros(1), "n": np.float32(0), "a": np.zeros(2)},
     ),
 }
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def nested(losses: list[int], counts: dict[str, int], pair: Pair, **more: Any) -> dict[str, Any]:
+    return {"losses": losses, "again": losses, "deep": {"counts": counts, "pair": pair}, **more}
+
+
+@pytest.mark.parametrize("more", [{}, {"ema": torch.ones(1)}], ids=["plain", "beside a tensor"])
+def test_containers_in_containers_stay_the_same(tmp_path: Path, more: dict[str, Any]) -> None:
+    with asyncckpt.Checkpointer(tmp_path, every=1, all=nested([1, 2], Counter(a=3), Pair(5, [6]), **more)) as ckpt:
+        ckpt.step(0)
+    losses, counts, pair = [0], defaultdict[str, int](int, b=1), Pair(0, [0, 0])
+    new = nested(losses, counts, pair, **more)
+    with asyncckpt.Checkpointer(tmp_path, every=9, all=new) as ckpt:
+        ckpt.restore()
+    assert (losses, dict(counts)) == ([1, 2], {"a": 3})
+    assert new["losses"] is new["again"] is losses
+    assert new["deep"]["counts"] is counts
+    assert counts["c"] == 0
+    assert (new["deep"]["pair"].second, pair.second) == ([6], [6])
+
+
+@pytest.mark.parametrize("more", [{}, {"ema": torch.ones(1)}], ids=["plain", "beside a tensor"])
+def test_one_container_at_two_places_takes_no_two_values(tmp_path: Path, more: dict[str, Any]) -> None:
+    with asyncckpt.Checkpointer(tmp_path, every=1, all={"a": [1], "b": [2], **more}) as ckpt:
+        ckpt.step(0)
+    empty: list[int] = []
+    new = {"a": empty, "b": empty, **more}
+    with asyncckpt.Checkpointer(tmp_path, every=9, all=new) as ckpt:
+        ckpt.restore()
+    assert (new["a"], new["b"]) == ([1], [2])
 
 
 @pytest.mark.parametrize(("saved", "new"), CASES.values(), ids=CASES)

@@ -8,27 +8,31 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from asyncckpt.adapters.named_parts import is_plain
+from asyncckpt.adapters.named_parts import Values, filled, is_plain
 from asyncckpt.format.tree import MAPPINGS, Node, Path, key_value
 from asyncckpt.plan.state import stored_key
 
 
 class PlainPart:
-    """A place in a container where a plain value is, or will be."""
+    """A place in a container where a plain value is, or will be. known: see `filled`."""
 
-    def __init__(self, container: Any, place: Any) -> None:
-        self._container, self._place = container, place
+    def __init__(self, container: Any, place: Any, known: dict[int, Any]) -> None:
+        self._container, self._place, self._known = container, place, known
 
     def load_state_dict(self, value: Any) -> None:
         """Put the value there."""
-        if isinstance(self._container, list) and self._place >= len(self._container):
+        if _is_in(self._container, self._place):
+            self._container[self._place] = filled(self._container[self._place], value, self._known)
+        elif isinstance(self._container, list):
             self._container.append(value)
         else:
             self._container[self._place] = value
 
 
-def plain_parts(own: Any, node: Node | None, path: Path) -> Iterator[tuple[Path, PlainPart]]:
+def plain_parts(own: Any, node: Node | None, path: Path, known: dict[int, Any]) -> Iterator[tuple[Path, PlainPart]]:
     """Return what is plain in a container, or was stored and is not there. node: of what was stored; None: nothing."""
+    if isinstance(own, Values):
+        own.known = known
     while node is not None and node[0] == "state":
         node = node[1]
     if isinstance(own, MutableMapping):
@@ -40,8 +44,11 @@ def plain_parts(own: Any, node: Node | None, path: Path) -> Iterator[tuple[Path,
     else:
         return
     for key, place in places.items():
-        is_there = place in own if isinstance(own, MutableMapping) else place < len(own)
-        if not is_there or is_plain(own[place]):
-            yield (*path, key), PlainPart(own, place)
+        if not _is_in(own, place) or is_plain(own[place]):
+            yield (*path, key), PlainPart(own, place, known)
         else:
-            yield from plain_parts(own[place], stored.get(key), (*path, key))
+            yield from plain_parts(own[place], stored.get(key), (*path, key), known)
+
+
+def _is_in(container: Any, place: Any) -> bool:
+    return place < len(container) if isinstance(container, list) else place in container

@@ -135,10 +135,11 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     whole = None if request.whole is None else WholeState(chain, contents, request.whole)
     tables = request.tables if whole is None else whole.tables
+    known: dict[int, Any] = {}
     parts = [
         part
         for name, own in (request.state.items() if request.puts_values else ())
-        for part in plain_parts(own, descend(contents.tree, (name,)), (name,))
+        for part in plain_parts(own, descend(contents.tree, (name,)), (name,), known)
     ]
     targets = dense_targets(request.state, tables=iter(tables), parts=parts) if whole is None else whole.targets
     plan = make_load_plan(
