@@ -12,7 +12,8 @@ thread that is still inside of torch when the interpreter is gone would end the 
 Nothing that runs on such a pool waits for that pool: if all of its threads did so, none would ever go on. A wait for
 a task of the own pool, by its Future or by an event loop, runs the task in place; the test suite forbids it.
 
-Nobody waits for a thread to begin: that takes 0.1 ms on an idle machine, milliseconds where training has all cores.
+Nobody waits for a thread to begin: that takes 0.1 ms on an idle machine, milliseconds where training has all cores. But
+from the end of the interpreter on, all do: it joins only what has begun, and a thread may start the next one and end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -30,7 +32,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from asyncckpt.errors import IOFailedError
 from asyncckpt.guard import Guard, not_waiting
-from asyncckpt.signals import uninterrupted
+from asyncckpt.signals import STEP_S, uninterrupted
 from asyncckpt.system import register_at_fork
 
 P = ParamSpec("P")
@@ -40,6 +42,7 @@ T = TypeVar("T")
 JOIN_S_MAX = 3600.0
 
 _pools: weakref.WeakSet[IdleEndingThreads] = weakref.WeakSet()
+_ends = threading.Event()  # Set when the interpreter begins to end.
 
 
 class IdleEndingThreads(Executor):
@@ -119,6 +122,9 @@ class IdleEndingThreads(Executor):
                     other.fail(error)
             if task in left or not isinstance(error, Exception):
                 raise
+        else:
+            if _ends.is_set():
+                thread.await_begun(JOIN_S_MAX)
 
     def _run(self) -> None:
         thread = threading.current_thread()
@@ -147,8 +153,8 @@ class _Thread(threading.Thread):
         super().__init__(**arguments)
         self._started = _Begun()  # Of threading: `start` waits for it.
 
-    def await_begun(self, timeout: float | None) -> None:
-        threading.Event.wait(self._started, timeout)
+    def await_begun(self, timeout: float | None) -> bool:
+        return threading.Event.wait(self._started, timeout)
 
     def join(self, timeout: float | None = None) -> None:
         self.await_begun(timeout)
@@ -195,7 +201,8 @@ class _Task(Future[T]):
 
 def _is_exiting() -> bool:
     """Return whether the interpreter has begun to end: it waits for threads, or calls the handlers of the exit."""
-    return not threading.main_thread().is_alive()
+    is_ending = _ends.is_set() or getattr(threading, "_SHUTTING_DOWN", False)  # Private; from Python 3.12 on.
+    return is_ending or not threading.main_thread().is_alive()
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -226,10 +233,13 @@ def register_at_exit(function: Callable[[], None]) -> None:
 
 
 def _await_begun() -> None:
-    """Wait until all threads have begun: before Python 3.13 the interpreter joins only those that have."""
+    """Wait until all threads have begun, or cannot: before Python 3.13 the interpreter joins only those that have."""
+    _ends.set()
+    until = time.monotonic() + JOIN_S_MAX
     for pool in tuple(_pools):
         for thread in pool._threads.copy():
-            thread.await_begun(JOIN_S_MAX)
+            while thread in pool._threads and not thread.await_begun(STEP_S) and time.monotonic() < until:
+                continue
 
 
 register_at_exit(_await_begun)

@@ -17,6 +17,7 @@ import pytest
 
 from asyncckpt.engine.process.background import Background
 from asyncckpt.errors import IOFailedError, UsageError
+from asyncckpt.pipeline import threads
 from asyncckpt.pipeline.threads import IdleEndingThreads
 
 DEADLINE_S = 20
@@ -326,6 +327,13 @@ else:
     workers.submit_behind(lambda: os.write(1, b"begun "))
 """
 
+IN_TURN = AT_ONCE + """
+from asyncckpt.engine.process.background import committer, retainer, writers
+
+begin_next = lambda: writers.submit_behind(lambda: committer.submit_behind(lambda: os.write(1, b"last ")))
+retainer.submit_behind(begin_next)
+"""
+
 
 @pytest.mark.parametrize("script", [AT_ONCE, AT_ONCE + IN_CHILD], ids=["exit", "fork"])
 def test_the_interpreter_waits_for_a_thread_that_has_not_begun(script: str) -> None:
@@ -336,6 +344,36 @@ def test_the_interpreter_waits_for_a_thread_that_has_not_begun(script: str) -> N
     assert [word for word in words if word in (b"ended", b"parent")] == [b"ended", b"parent"]
     child = [] if script == AT_ONCE else [b"begun", b"child"]
     assert [word for word in words if word in (b"begun", b"child")] == child
+
+
+def test_the_interpreter_waits_for_threads_that_start_each_other() -> None:
+    ran = subprocess.run([sys.executable, "-c", IN_TURN], capture_output=True, timeout=120)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"ended last parent ", b"")
+
+
+def test_the_interpreter_waits_for_no_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was listed when the end looked, and failed to start behind that."""
+    monkeypatch.setattr(threads, "_ends", threading.Event())
+    pool = IdleEndingThreads("test", 1)
+    pool._threads.add(threads._Thread(target=lambda: None))
+    ending = threading.Thread(target=threads._await_begun, daemon=True)
+    ending.start()
+    assert threads._ends.wait(DEADLINE_S)
+    pool._threads.clear()
+    ending.join(DEADLINE_S)
+    assert not ending.is_alive()
+
+
+def test_what_cannot_be_started_before_the_main_thread_has_ended_runs_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 refuses threads from the begin of its end on, and then calls what waits for others."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threads, "_ends", ending := threading.Event())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ending.set()
+    assert IdleEndingThreads("test", 1).submit_behind(threading.get_ident).result(DEADLINE_S) == threading.get_ident()
 
 
 def test_the_interpreter_waits_for_what_a_handler_of_its_exit_has_started() -> None:
