@@ -199,7 +199,7 @@ def dense_targets(
 
 def is_extra_state(key: Key) -> bool:
     """Return whether a key in the state dict of a module is that of what get_extra_state returned."""
-    return type(key) is str and key.endswith("_extra_state")
+    return type(key) is str and (key == "_extra_state" or key.endswith("._extra_state"))  # No "my_extra_state".
 
 
 def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:

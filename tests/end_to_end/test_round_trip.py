@@ -162,6 +162,16 @@ def test_extra_state_that_a_module_does_not_take_is_refused(tmp_path: Path) -> N
         asyncckpt.Loader(tmp_path, tensors={"model": torch.nn.Module()}).load()
 
 
+def test_a_buffer_whose_name_ends_so_is_no_extra_state(tmp_path: Path) -> None:
+    """It is refused before anything is changed, as any tensor of another shape."""
+    module = torch.nn.Linear(1, 1)
+    module.register_buffer("my_extra_state", torch.ones(3))
+    asyncckpt.save(tmp_path, {"module": module}, step=0)
+    module.register_buffer("my_extra_state", torch.ones(2))
+    with pytest.raises(asyncckpt.IncompatibleError, match="nothing was changed"):
+        asyncckpt.Loader(tmp_path, tensors={"module": module}).load()
+
+
 def test_a_masked_array_is_refused(tmp_path: Path) -> None:
     """The mask would be lost: among the data that is saved, and among the targets of a load."""
     state = {"m": [np.ma.masked_array(np.arange(5.0), mask=[0, 1, 0, 1, 0])]}
