@@ -26,7 +26,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -228,8 +227,10 @@ def register_at_exit(function: Callable[[], None]) -> None:
     """Let a function run before the interpreter joins threads. What atexit has runs behind that."""
     register = getattr(threading, "_register_atexit", None)  # Private; Python 3.10 to 3.14 have it.
     if register is not None:
-        with suppress(RuntimeError):  # The interpreter ends already.
+        try:
             register(function)
+        except RuntimeError:  # The interpreter ends already.
+            _ends.set()
 
 
 def _await_begun() -> None:

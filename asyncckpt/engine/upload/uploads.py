@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -38,6 +37,7 @@ from asyncckpt.format.names import Attempt, upload_mark_name
 from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import UploadOptions
+from asyncckpt.pipeline.threads import register_at_exit
 from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits, is_timeout
 
@@ -275,7 +275,4 @@ def _report_what_is_awaited() -> None:
             print(f"asyncckpt: the interpreter ends after uploads to {uploads._url!r}", file=sys.stderr)
 
 
-# As in save_lock.py: before threads are joined.
-_register = getattr(threading, "_register_atexit", None)
-if _register is not None:
-    _register(_report_what_is_awaited)
+register_at_exit(_report_what_is_awaited)

@@ -345,6 +345,23 @@ def test_the_interpreter_waits_for_a_thread_that_has_not_begun(script: str) -> N
     child = [] if script == AT_ONCE else [b"begun", b"child"]
     assert [word for word in words if word in (b"begun", b"child")] == child
 
+IMPORTED_LATE = """
+import atexit, concurrent.futures.thread, tempfile, torch
+
+def late():
+    import asyncckpt
+    with tempfile.TemporaryDirectory() as folder:
+        asyncckpt.save(folder, {"x": torch.ones(1)}, step=1)
+        print(asyncckpt.list_steps(folder))
+
+atexit.register(late)
+"""
+
+
+def test_a_handler_of_the_exit_may_be_the_first_to_import_us() -> None:
+    ran = subprocess.run([sys.executable, "-c", IMPORTED_LATE], capture_output=True, timeout=120)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"[1]\n", b"")
+
 
 def test_the_interpreter_waits_for_threads_that_start_each_other() -> None:
     ran = subprocess.run([sys.executable, "-c", IN_TURN], capture_output=True, timeout=120)
