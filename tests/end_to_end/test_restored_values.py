@@ -29,6 +29,11 @@ CASES: dict[str, tuple[Any, Any]] = {
         {"a": [torch.ones(1), {"b": 5, "c": torch.ones(1)}]},
         {"a": [torch.zeros(1), {"b": 0, "c": torch.zeros(1)}]},
     ),
+    "in a tuple": (
+        ({"a": 1}, [[2], (3, [4])], (5, [6]), torch.ones(1)),
+        ({"a": 0}, [[0], (3, [0])], (5, [0]), torch.zeros(1)),
+    ),
+    "deep in a tuple": (({"a": 1, "t": torch.ones(1)},), ({"a": 0, "t": torch.zeros(1)},)),
     "one name for two": (
         {"a.b": 1, "a": {"b": 2, "t": torch.ones(1)}},
         {"a.b": 0, "a": {"b": 0, "t": torch.zeros(1)}},

@@ -21,7 +21,11 @@ class PlainPart:
 
     def load_state_dict(self, value: Any) -> None:
         """Put the value there."""
-        if _is_in(self._container, self._place):
+        if isinstance(self._container, tuple):
+            own = Values(self._container[self._place])
+            own.known = self._known
+            own.load_state_dict(value)
+        elif _is_in(self._container, self._place):
             self._container[self._place] = filled(self._container[self._place], value, self._known)
         elif isinstance(self._container, list):
             self._container.append(value)
@@ -38,17 +42,21 @@ def plain_parts(own: Any, node: Node | None, path: Path, known: dict[int, Any]) 
     if isinstance(own, MutableMapping):
         stored = dict(zip(node[1], node[2], strict=True)) if node is not None and node[0] in MAPPINGS else {}
         places = {**{key: key_value(key) for key in stored}, **{stored_key(key, path): key for key in own}}
-    elif isinstance(own, list):
-        stored = {("int", index): child for index, child in enumerate(node[1])} if node and node[0] == "list" else {}
+    elif isinstance(own, (list, tuple)):
+        is_same = node is not None and node[0] == ("list" if isinstance(own, list) else "tuple")
+        stored = {("int", index): child for index, child in enumerate(node[1])} if node and is_same else {}
         places = {("int", index): index for index in range(max(len(own), len(stored)))}
     else:
         return
     for key, place in places.items():
-        if not _is_in(own, place) or is_plain(own[place]):
+        is_there, is_fixed = _is_in(own, place), isinstance(own, tuple)
+        if is_fixed and not (is_there and isinstance(own[place], (MutableMapping, list, tuple))):
+            continue  # Nobody can put anything there.
+        if not is_there or (is_plain(own[place]) and not (is_fixed and isinstance(own[place], tuple))):
             yield (*path, key), PlainPart(own, place, known)
         else:
             yield from plain_parts(own[place], stored.get(key), (*path, key), known)
 
 
 def _is_in(container: Any, place: Any) -> bool:
-    return place < len(container) if isinstance(container, list) else place in container
+    return place < len(container) if isinstance(container, (list, tuple)) else place in container
