@@ -47,7 +47,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from asyncckpt.commit.chain import KnownChain, base_lost
 from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
-from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, settle
+from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, forget_after, settle
 from asyncckpt.commit.proof import Draft, encode_proven
 from asyncckpt.commit.publication import Publication, begin_attempt, folder_removed
 from asyncckpt.commit.removal import being_removed
@@ -170,6 +170,8 @@ class Transaction:
     ) -> Transaction:
         """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`."""
         with recorder.span("begin"):
+            if claim.kind == "save":
+                forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
             settle(commits.in_doubt)
             if claim.kind == "save":
                 commits.sweep()

@@ -108,6 +108,16 @@ def test_what_a_loop_has_gone_back_behind_is_not_settled(proxy: FaultProxy, url:
         assert asyncckpt.list_steps(url) == [10, 11]
 
 
+def test_a_save_of_an_earlier_step_gives_up_what_is_in_doubt(proxy: FaultProxy, url: str) -> None:
+    """As `checkpoints.remove_after`, which knows nothing of this Saver, lets its loop do."""
+    tensors = state(0)
+    with asyncckpt.Saver(path=url, tensors=tensors) as saver:
+        assert save_in_doubt(saver, tensors, proxy, FAULTS["silent"]) is not None
+        save_filled(saver, tensors, 0)
+        save_filled(saver, tensors, 2)
+    check_steps(url, [0, 2])
+
+
 def save_filled(saver: asyncckpt.Saver, tensors: dict[str, torch.Tensor], step: int | None) -> None:
     """Save; each element is the step, which is 2 where none is given."""
     for tensor in tensors.values():
