@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if choices.random() < SHARE:
             time.sleep(SECONDS_MAX * choices.random())
 
-    real_task, real_job, real_thread = threads._Task.run, background._run_job, threading.Thread.run
+    real_task, real_job, real_thread = threads._Task.run, background._run_job, threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def run_task(task: threads._Task[Any]) -> None:
         nap()
@@ -43,9 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
         nap()
 
     def run_thread(thread: threading.Thread) -> None:
-        nap()
+        nap()  # Nobody who does not wait for it sees it as begun yet.
         real_thread(thread)
 
     threads._Task.run = run_task  # type: ignore[method-assign]
     background._run_job = run_job
-    threading.Thread.run = run_thread  # type: ignore[method-assign]
+    threading.Thread._bootstrap_inner = run_thread  # type: ignore[attr-defined]

@@ -186,11 +186,11 @@ def test_a_thread_is_started_under_no_guard(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_nobody_waits_for_a_thread_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where training has all cores, that takes milliseconds."""
-    pool, may_begin, began = IdleEndingThreads("test", 1), threading.Event(), list[bool]()
+    pool, may_begin, began = IdleEndingThreads("late", 1), threading.Event(), list[bool]()
     real_begin = threading.Thread._set_native_id  # type: ignore[attr-defined]
 
     def begin(thread: threading.Thread) -> None:
-        if thread.name == "test":
+        if thread.name == "late":
             began.append(may_begin.wait(DEADLINE_S))
         real_begin(thread)
 
