@@ -28,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if choices.random() < SHARE:
             time.sleep(SECONDS_MAX * choices.random())
 
-    real_task, real_job, real_thread = threads._Task.run, background._run_job, threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    real_task, real_job, real_thread = threads._Task.run, background._run_job, threading.Thread.run
+    real_begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def run_task(task: threads._Task[Any]) -> None:
         nap()
@@ -43,9 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
         nap()
 
     def run_thread(thread: threading.Thread) -> None:
-        nap()  # Nobody who does not wait for it sees it as begun yet.
+        nap()
         real_thread(thread)
+
+    def begin_thread(thread: threads._Thread) -> None:
+        nap()  # Whoever has started it has not waited for this.
+        real_begin(thread)
 
     threads._Task.run = run_task  # type: ignore[method-assign]
     background._run_job = run_job
-    threading.Thread._bootstrap_inner = run_thread  # type: ignore[attr-defined]
+    threading.Thread.run = run_thread  # type: ignore[method-assign]
+    threads._Thread._bootstrap_inner = begin_thread  # type: ignore[attr-defined]
