@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import asyncckpt
+from asyncckpt.adapters.named_parts import is_plain
+from tests.end_to_end.trees import differences, live, whole_states
 
+Pair = namedtuple("Pair", ["first", "second"])
 CASES: dict[str, tuple[Any, Any]] = {
     "set": ({"epoch": 3, "done": {1, 2}}, {"epoch": 0, "done": set()}),
     "size and dtype": ({"size": torch.Size([2]), "in": torch.float64}, {"size": None, "in": torch.float32}),
@@ -33,6 +40,11 @@ CASES: dict[str, tuple[Any, Any]] = {
         ({"a": 1}, [[2], (3, [4])], (5, [6]), torch.ones(1)),
         ({"a": 0}, [[0], (3, [0])], (5, [0]), torch.zeros(1)),
     ),
+    "in a tuple in a dict": (
+        {"best": (0.5, torch.ones(1), [1], Pair(2, torch.ones(1)))},
+        {"best": (None, torch.zeros(1), [], Pair(0, torch.zeros(1)))},
+    ),
+    "in tuples in a list": ([((1, torch.ones(1)), 2)], [((0, torch.zeros(1)), 0)]),
     "deep in a tuple": (({"a": 1, "t": torch.ones(1)},), ({"a": 0, "t": torch.zeros(1)},)),
     "one name for two": (
         {"a.b": 1, "a": {"b": 2, "t": torch.ones(1)}},
@@ -43,8 +55,6 @@ CASES: dict[str, tuple[Any, Any]] = {
         {"t": torch.zeros(1), "n": np.float32(0), "a": np.zeros(2)},
     ),
 }
-
-Pair = namedtuple("Pair", ["first", "second"])
 
 
 def nested(losses: list[int], counts: dict[str, int], pair: Pair, **more: Any) -> dict[str, Any]:
@@ -105,3 +115,38 @@ def test_tensors_and_objects_stay_the_same(tmp_path: Path) -> None:
     assert new["model"] is model
     assert new["ema"] is ema
     assert (new["epoch"], ema.tolist()) == (3, [1, 1])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(whole_states, st.data())
+def test_any_state_comes_back_into_another_one(state: dict[str, Any], data: st.DataObject) -> None:
+    root, new = Path(tempfile.mkdtemp(prefix="asyncckpt-values-")), other(state, data)
+    try:
+        with asyncckpt.Checkpointer(root, every=1, all=state) as ckpt:
+            ckpt.step(0)
+        with asyncckpt.Checkpointer(root, every=9, all=new) as ckpt:
+            assert ckpt.restore() == 1
+        assert list(differences(new, live(state))) == []
+    finally:
+        shutil.rmtree(root)
+
+
+def other(value: Any, data: st.DataObject) -> Any:
+    """Return what a new process may have in the place of a value: tensors alike, other values, fewer of them."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return torch.empty_like(value) if isinstance(value, torch.Tensor) else np.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: other(value[key], data) for key in kept(list(value), list(value.values()), data)}
+    if isinstance(value, list):
+        return [other(item, data) for item in kept(value, value, data)]
+    if isinstance(value, tuple):
+        return tuple(other(item, data) for item in value)
+    return data.draw(st.sampled_from([value, None, 7, "other"]))
+
+
+def kept(items: list[Any], values: list[Any], data: st.DataObject) -> list[Any]:
+    """Leave out some of the plain ones at the end."""
+    count = len(items)
+    while count and is_plain(values[count - 1]) and data.draw(st.booleans()):
+        count -= 1
+    return items[:count]
