@@ -32,9 +32,10 @@ def world(tmp_path: Path, gate: Gate) -> Iterator[World]:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """One rank, for DTensors."""
+    """One rank, for DTensors. Not of Gloo, whose threads torch waits for in a child that is forked by another thread."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
