@@ -32,7 +32,7 @@ def world(tmp_path: Path, gate: Gate) -> Iterator[World]:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """One rank, for DTensors. Not of Gloo, whose threads torch waits for in a child that is forked by another thread."""
+    """One rank, for DTensors. Not of Gloo: torch waits for its threads in a child that another thread forks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
