@@ -38,9 +38,7 @@ class Watch:
         self._bytes = list(map(torch.UntypedStorage.nbytes, self._storages))
 
     @staticmethod
-    def of_tensors(
-        held: Sequence[torch.Tensor], stepped: Sequence[torch.Tensor], name: Callable[[int], str]
-    ) -> Watch:
+    def of_tensors(held: Sequence[torch.Tensor], stepped: Sequence[torch.Tensor], name: Callable[[int], str]) -> Watch:
         """Watch tensors of a state and, over the same memory, those of an optimizer, once or several times over.
 
         RuntimeError for an inference tensor, whose writes torch does not count, and for a DTensor in inference mode.

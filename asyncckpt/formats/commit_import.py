@@ -110,9 +110,7 @@ def run_import(asked: Conversion, opening: AbstractContextManager[Importable]) -
     return result, asked.facts(**{**found.facts, **done})
 
 
-def commit_import(
-    asked: Conversion, found: Importable, sources: Sequence[ImportSource] = ()
-) -> tuple[SaveResult, int]:
+def commit_import(asked: Conversion, found: Importable, sources: Sequence[ImportSource] = ()) -> tuple[SaveResult, int]:
     """Copy all blocks into a new step; returns when it is durable, with the bytes that were there already. Waits while
     a save or load of this process is in flight. sources: must be still when all is copied."""
     begun = time.perf_counter()

@@ -87,6 +87,15 @@ class FlatState:
             encoded[number] = encode_value(self.values[number], owner="of the state")
         return tuple(encoded.tolist())
 
+    def look_again(self) -> None:
+        """Read anew where tensors of a kept walk are; if they are no longer what they were, by torch."""
+        if self.walked is None:
+            return
+        places = self.walked.known.places(self.walked.objects)
+        if places is None:
+            self.detach()
+        self.walked = None if places is None else replace(self.walked, places=places)
+
     def detach(self) -> None:
         """Let all tensors be as state_dict() gives them, where they were taken past it."""
         if self.walked is not None:

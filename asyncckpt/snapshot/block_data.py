@@ -82,6 +82,7 @@ def live_data(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> list
 
     UsageError for a tensor whose storage was freed or shrunk since the plan was made.
     """
+    flat.look_again()
     live_tensors(plan, flat)
     overlays = [Overlay.of(item.cut) for item in cuts]
     found: list[TensorData | ColumnData] = []

@@ -52,7 +52,7 @@ def capture(
 
     What has to come from devices is added to `copies`. Headers are written by the shard room.
     """
-    segments = [list_pieces(plan.pieces, live_tensors(plan, flat, as_walked=not cuts), copies, torch.from_numpy(image))]
+    segments = [list_pieces(plan.pieces, live_tensors(plan, flat), copies, torch.from_numpy(image))]
     segments += [table.segments(copies) for table in tables]
     for number, (index, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[index], column, number, copies, image))
@@ -68,9 +68,9 @@ def capture(
         cut.be_deferred(cache, window_rows=item.window_rows)
 
 
-def live_tensors(plan: SavePlan, flat: FlatState, *, as_walked: bool = False) -> LiveTensors:
+def live_tensors(plan: SavePlan, flat: FlatState) -> LiveTensors:
     """Return the tensors of a state, to be copied now. UsageError for a storage that was freed or shrunk since the plan
-    was made. as_walked: nothing else has run since they were walked, so they are where they were then.
+    was made. Those of a kept walk are where they were when that has looked last.
     """
     held, pieces = flat.held, plan.pieces
 
@@ -79,10 +79,7 @@ def live_tensors(plan: SavePlan, flat: FlatState, *, as_walked: bool = False) ->
 
     for piece in np.flatnonzero(plan.ways.way[pieces.tensor] == BY_TORCH).tolist():
         check_extent(held[pieces.tensor[piece]], name(piece))
-    if flat.walked is None:
-        places = plan.facts.places(held)
-    else:
-        places = flat.walked.places if as_walked else flat.walked.known.places(flat.walked.objects)
+    places = plan.facts.places(held) if flat.walked is None else flat.walked.places
     return LiveTensors.of(
         held, plan.ways, name=lambda tensor: name(pieces.tensor.tolist().index(tensor)), places=places
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,7 @@ class _Longer(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize(
-    "way", [_in_closure, _in_own_hook, _behind_a_step_within, _behind_the_step_of_its_base]
-)
+@pytest.mark.parametrize("way", [_in_closure, _in_own_hook, _behind_a_step_within, _behind_the_step_of_its_base])
 def test_a_save_within_a_fused_step_holds_what_was_there(tmp_path: Path, gate: Gate, way: Any) -> None:
     """Fused kernels count no version, so nothing would have been seen."""
     weight = torch.nn.Parameter(torch.arange(3000.0))
@@ -76,6 +76,54 @@ def test_a_save_within_a_fused_step_holds_what_was_there(tmp_path: Path, gate: G
         future.result(60)
     assert not is_stepping()
     assert torch.equal(asyncckpt.load(tmp_path, step=1)["w"].detach(), before)
+
+
+FIRST_IN_A_STEP = """
+import pathlib, sys, threading, torch, asyncckpt
+from asyncckpt.devices.step_copies import Chunk
+from asyncckpt.engine.save.step_hooks import is_stepping
+
+path, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+weight = torch.nn.Parameter(torch.zeros(64, 256))
+weight.grad = torch.ones_like(weight)
+torch.optim.SGD([weight])  # torch hooks into the step of a class when one of it is made.
+may_copy, made, futures = threading.Event(), [], []
+copy = Chunk.copy
+Chunk.copy = lambda self, *, threads: may_copy.wait(30) and copy(self, threads=threads)
+
+
+def make(*_):
+    device = asyncckpt.DeviceOptions(optimizers=[optimizer])
+    made.append(asyncckpt.Saver(path=path, tensors={"w": weight}, device=device))
+    if how != "base":
+        futures.append(made[0].save_async(0))
+    return None if how == "hook" else torch.tensor(0.0)
+
+
+class Longer(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        if how == "base":
+            futures.append(made[0].save_async(0))
+            self.param_groups[0]["params"][0].data.add_(1)
+
+
+optimizer = (Longer if how == "base" else torch.optim.SGD)([weight], lr=1.0, fused=True)
+if how == "hook":
+    optimizer.register_step_pre_hook(make)
+optimizer.step(*([] if how == "hook" else [make]))
+may_copy.set()
+futures[0].result(60)
+made[0].close()
+assert not is_stepping()
+assert (asyncckpt.load(path)["w"] == (-1 if how == "base" else 0)).all()
+"""
+
+
+@pytest.mark.parametrize("how", ["closure", "hook", "base"])
+def test_the_first_saver_of_a_process_may_be_made_in_a_step(tmp_path: Path, how: str) -> None:
+    # Hooks stay in a process.
+    subprocess.run([sys.executable, "-c", FIRST_IN_A_STEP, str(tmp_path), how], check=True, timeout=60)
 
 
 def test_an_optimizer_with_a_state_of_its_own_form_may_step(tmp_path: Path, gate: Gate) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,7 @@ def listen(listener: StepListener) -> None:
         if not _are_registered:
             register_optimizer_step_pre_hook(_before)
             register_optimizer_step_post_hook(_after)
+            _note_those_in_their_step()
             _are_registered = True
 
 
@@ -48,6 +50,19 @@ def is_stepping() -> bool:
     Its closure and hooks of its own run behind the listeners.
     """
     return bool(len(_stepping))
+
+
+def _note_those_in_their_step() -> None:
+    """Note which steps have begun without a hook: the first listener may be made in a closure."""
+    code = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step).__code__
+    for frame in sys._current_frames().values():
+        calling: FrameType | None = frame
+        while calling is not None:
+            if calling.f_code is code and isinstance(optimizer := calling.f_locals.get("self"), torch.optim.Optimizer):
+                if id(optimizer) in _stepping:
+                    _within[id(optimizer)] = _within.get(id(optimizer), 0) + 1
+                _stepping[id(optimizer)] = optimizer
+            calling = calling.f_back
 
 
 def _before(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,0 +1,149 @@
+"""What a signal handler changes while the call of a save waits, for an arena or a table, is looked at again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.model.write_block import WriteBlock
+from asyncckpt.native.torch_calls import CAN_READ
+
+pytestmark = pytest.mark.skipif(not CAN_READ, reason="state_dict() has given tensors of their own, which stay")
+
+WAIT_S_MAX = 60.0
+SHAPE = 256, 256
+Change = Callable[[torch.nn.Module], object]
+
+
+class Asking:
+    """An object that, once, sends a signal to the process: its handler runs when the call that saves it waits."""
+
+    is_due = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.is_due:
+            self.is_due = False
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError
+
+
+class World:
+    """A model that the handler changes, and what the call waits for until it has."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.ParameterList([torch.full(SHAPE, float(number)) for number in range(4)])
+        self.asking = Asking()
+        self.is_changed = threading.Event()
+        self.change: Change = lambda model: None
+        self.kept: list[torch.Tensor] = []
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "asking": self.asking}
+
+    def handle(self, *_: object) -> None:
+        self.change(self.model)
+        self.kept += [torch.full(SHAPE, -7.0) for _ in range(16)]  # Where the model was before.
+        self.is_changed.set()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    found = World()
+    before = signal.signal(signal.SIGUSR1, found.handle)
+    yield found
+    signal.signal(signal.SIGUSR1, before)
+
+
+def waiting_for_an_arena(path: Path, world: World) -> asyncckpt.SaveResult:
+    def filter_func(blocks: list[WriteBlock]) -> list[WriteBlock]:
+        assert world.is_changed.wait(WAIT_S_MAX)
+        return blocks
+
+    with asyncckpt.Saver(path=path, tensors=world.state, filter_func=filter_func, on_busy="queue") as saver:
+        first = [saver.save_async(0), saver.save_async(1)]
+        world.asking.is_due = True
+        try:
+            return saver.save_async(2).result(WAIT_S_MAX)
+        finally:
+            for future in first:
+                future.result(WAIT_S_MAX)
+
+
+def waiting_for_a_table(path: Path, world: World) -> asyncckpt.SaveResult:
+    begun = threading.Event()
+
+    def first_rows(ids: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert world.is_changed.wait(WAIT_S_MAX)
+        return torch.zeros(len(ids), 2)
+
+    table = asyncckpt.HashTable("t", 2, initializer=first_rows)
+    with asyncckpt.Saver(path=path, tensors=world.state, hashtables={"t": table}) as saver:
+        for step in range(2):
+            saver.save_async(step).result(WAIT_S_MAX)
+        other = threading.Thread(target=table.lookup, args=(torch.arange(3),))
+        other.start()
+        assert begun.wait(WAIT_S_MAX)
+        world.asking.is_due = True
+        try:
+            return saver.save_async(2).result(WAIT_S_MAX)
+        finally:
+            other.join()
+
+
+WAITS = pytest.mark.parametrize("save", [waiting_for_an_arena, waiting_for_a_table])
+
+
+@WAITS
+def test_memory_that_is_another_one_is_read(
+    tmp_path: Path, world: World, save: Callable[[Path, World], object]
+) -> None:
+    def change(model: torch.nn.Module) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.data = torch.full(SHAPE, 100.0 + number)
+
+    world.change = change
+    save(tmp_path, world)
+    found = asyncckpt.load(tmp_path, step=2)["model"]
+    assert all(torch.equal(found[str(number)], torch.full(SHAPE, 100.0 + number)) for number in range(4))
+
+
+@WAITS
+def test_tensors_of_another_dtype_are_refused(
+    tmp_path: Path, world: World, save: Callable[[Path, World], object]
+) -> None:
+    world.change = torch.nn.Module.half
+    with pytest.raises(asyncckpt.UsageError, match="have become others while the call of a save waited"):
+        save(tmp_path, world)
+    assert asyncckpt.list_steps(tmp_path) == [0, 1]
+
+
+@WAITS
+def test_what_is_not_tied_any_more_is_refused(
+    tmp_path: Path, world: World, save: Callable[[Path, World], object]
+) -> None:
+    first, second, *_ = world.model
+    second.data = first.data
+
+    def change(model: torch.nn.Module) -> None:
+        second.data = torch.full(SHAPE, 5.0)
+
+    world.change = change
+    if save is waiting_for_an_arena:  # Filters are given each tensor by itself.
+        save(tmp_path, world)
+        assert torch.equal(asyncckpt.load(tmp_path, step=2)["model"]["1"], second.detach())
+        return
+    with pytest.raises(asyncckpt.UsageError, match="have become others while the call of a save waited"):
+        save(tmp_path, world)
