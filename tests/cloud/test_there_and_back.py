@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -158,6 +159,12 @@ def test_the_command_shows_what_is_in_a_store(owner: seaweed.Server, url: str, t
         ran = subprocess.run([sys.executable, "-m", "asyncckpt", *command], capture_output=True, text=True, check=False)
         assert (ran.returncode, ran.stderr) == (0, ""), command
     assert url in ran.stdout or "same" in ran.stdout.lower()
+
+
+def test_answers_in_json_name_the_url(owner: seaweed.Server, url: str) -> None:
+    asyncckpt.save(url, {"x": torch.zeros(1)}, step=1)
+    for command, *more in (["pin", "1"], ["unpin", "1"], ["prune", "--latest", "1"], ["gc"], ["rm", "1"]):
+        assert json.loads(invoke(command, url, *more, "--json").stdout)["path"] == url
 
 
 def test_a_doctor_who_is_refused_says_so_and_leaves_nothing(proxy: FaultProxy, url: str) -> None:
