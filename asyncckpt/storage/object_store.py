@@ -62,6 +62,7 @@ _OF_STATUS = {
     401: (errno.EACCES, "credentials are missing or not valid"),
     403: (errno.EACCES, "there are no credentials, or they lack a permission, see docs/object-stores.md"),
     404: (errno.ENOENT, "is there such a bucket?"),
+    416: (errno.ERANGE, None),
 }
 
 
@@ -127,13 +128,24 @@ class ObjectStore:
         return Found(key, meta["size"], meta["e_tag"] or "")
 
     def read(self, key: str, *, begin: int, bytes: int) -> tuple[Any, int]:
-        """Return a range of an object, as a buffer, and how many bytes the object has. NotFoundError."""
+        """Return a range of an object, as a buffer, and how many bytes the object has. NotFoundError.
+
+        Less than the range where the object ends, and nothing where it ends before it.
+        """
 
         def ask() -> tuple[Any, int]:
             answer = self._api.get(self._store, self._path(key), options={"range": (begin, begin + bytes)})
             return answer.bytes(), answer.meta["size"]
 
-        return self._ask("object cannot be read", key, ask)
+        try:
+            return self._ask("object cannot be read", key, ask)
+        except IOFailedError as error:
+            if error.errno != errno.ERANGE:
+                raise
+        found = self.find(key)
+        if found is None:
+            raise NotFoundError(f"object {str(self.url / key)!r} does not exist")
+        return b"", found.bytes
 
     def read_whole(self, key: str, *, bytes_max: int) -> bytes:
         """Return a small object. NotFoundError; CorruptError if it is larger than bytes_max."""

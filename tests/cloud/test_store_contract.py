@@ -244,6 +244,15 @@ def test_a_refusal_that_says_no_code_may_be_one_of_credentials(proxy: FaultProxy
     assert failed.value.errno == errno.EACCES
 
 
+def test_a_range_behind_the_end_of_an_object_is_empty(store: ObjectStore) -> None:
+    for number, raw in enumerate((b"", b"abc")):
+        store.put_new(f"{number}", raw)
+        found, size = store.read(f"{number}", begin=3, bytes=4)
+        assert (bytes(found), size) == (b"", len(raw))
+    with pytest.raises(NotFoundError):
+        store.read("none", begin=3, bytes=4)
+
+
 def test_a_key_that_an_unanswered_request_may_make_is_in_doubt(proxy: FaultProxy, url: str) -> None:
     """The first request is under way somewhere; that the second one is refused says nothing of it."""
     left = [Fault(answer=(403, "AccessDenied")), Fault(silent=True)]
