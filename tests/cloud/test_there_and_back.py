@@ -249,3 +249,24 @@ def test_an_object_without_bytes_is_damaged_and_a_load_falls_back(owner: seaweed
     target = torch.zeros(5)
     assert asyncckpt.Loader(url, tensors={"x": target}, fallback=True).load().step == 1
     assert target.eq(1).all()
+
+
+def test_many_small_blocks_are_few_requests(proxy: FaultProxy, url: str) -> None:
+    """Who reads one block behind the other: verify, diff, compactions, conversions."""
+    tensors = {f"p{number}": torch.full((3,), float(number)) for number in range(300)}
+    tables = {f"t{number}": asyncckpt.HashTable(f"t{number}", dim=2) for number in range(20)}
+    for table in tables.values():
+        table.insert(torch.arange(10), torch.rand(10, 2))
+    with asyncckpt.Saver(path=url, tensors=tensors, hashtables=tables) as saver:
+        saver.save(1)
+        for tensor in tensors.values():
+            tensor += 1
+        saver.save(2)
+    proxy.requests.clear()
+    report = asyncckpt.verify(url)
+    assert report.blocks_count == 340
+    assert len(proxy.of_kind("get")) <= 8
+    assert sum(request.bytes_down for request in proxy.of_kind("get")) < 1 * MIB
+    proxy.requests.clear()
+    assert len(compare(url, 1, 2).tensors) == 300
+    assert len(proxy.of_kind("get")) <= 16
