@@ -305,7 +305,10 @@ class Checkpointer:
     def _check_ascends(self, step: int) -> None:
         """Refuse at once what would be refused, or become a second history, in the middle of training."""
         if self._last_step is None:
-            steps = committed_steps(self._saver._target.root)
+            root = self._saver._target.root
+            steps = committed_steps(root.in_calls)
+            if steps and steps[-1] >= step and root.look_anew():
+                steps = committed_steps(root.in_calls)
             if steps and steps[-1] >= step:
                 raise UsageError(
                     f"step {step} is not behind those that are in {self.path!r}",

@@ -222,6 +222,30 @@ def test_no_call_of_the_loop_asks_the_store(owner: seaweed.Server, url: str, mon
     assert threading.get_ident() not in asking
 
 
+def test_the_first_step_of_a_loop_asks_the_store_before_it_is_refused_alone(proxy: FaultProxy, url: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with asyncckpt.Checkpointer(url, every=10, model=model) as checkpointer:
+        proxy.requests = []
+        checkpointer.step(1)
+        assert proxy.requests == []
+    with asyncckpt.Checkpointer(url, every=10, model=model) as checkpointer:
+        with pytest.raises(asyncckpt.UsageError, match="not behind"):
+            checkpointer.step(1)
+        asyncckpt.checkpoints.remove(url, 1)
+        checkpointer.step(1)
+
+
+def test_a_loop_whose_last_step_is_acknowledged_ends_well_without_the_store(proxy: FaultProxy, url: str) -> None:
+    with asyncckpt.Checkpointer(url, every=1, model=torch.nn.Linear(2, 2)) as checkpointer:
+        future = checkpointer.step(1)
+        assert future is not None
+        future.result()
+        checkpointer._saver.wait_idle()
+        proxy.fault = lambda request: Fault(answer=(403, "ExpiredToken"))
+    proxy.fault = lambda request: None
+    assert asyncckpt.list_steps(url) == [1]
+
+
 def test_a_save_asks_as_often_as_the_page_says(proxy: FaultProxy, url: str) -> None:
     with asyncckpt.Saver(path=url, tensors=state(), parallel=1) as saver:
         proxy.requests = []
