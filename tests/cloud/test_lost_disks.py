@@ -12,6 +12,7 @@ import asyncckpt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
+from tests.cloud.fault_proxy import Fault, FaultProxy
 
 
 def run(path: Path, url: str, *, to: int, back_to: int | None = None) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -42,6 +43,24 @@ def test_a_loop_goes_on_from_where_it_uploads_to(owner: seaweed.Server, url: str
         asyncckpt.verify(url, step)
     first, _, again = run(tmp_path / "lost", url, to=9)  # The disk counts, where it has any.
     assert (first, again.tolist()) == (9, total.tolist())
+
+
+def test_a_loop_that_does_not_restore_begins_no_second_history(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    run(tmp_path / "lost", url, to=6)
+    newest = asyncckpt.list_steps(url)[-1]
+    with asyncckpt.Checkpointer(tmp_path / "new", every=2, options={"upload": url}, x=torch.zeros(1)) as ckpt:
+        with pytest.raises(asyncckpt.UsageError, match=f"step {newest} is not behind those that are in '{url}'"):
+            ckpt.step(newest)
+        ckpt.step(newest + 1)  # Somebody has loaded that by other means.
+    assert asyncckpt.list_steps(url)[-1] == newest + 1
+
+
+def test_a_fresh_loop_does_not_wait_for_a_store_that_is_away(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    with asyncckpt.Checkpointer(tmp_path / "new", every=2, options={"upload": url}, x=torch.zeros(1)) as ckpt:
+        proxy.fault = lambda request: Fault(answer=(403, "ExpiredToken"))
+        ckpt.step(1)
+        proxy.fault = lambda request: None
+    assert asyncckpt.list_steps(url) == [1]
 
 
 def test_it_goes_back_no_further_than_to_the_newest_step_there(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
