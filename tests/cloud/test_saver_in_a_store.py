@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import subprocess
 import sys
@@ -252,6 +253,23 @@ def test_a_save_asks_as_often_as_the_page_says(proxy: FaultProxy, url: str) -> N
         saver.save_async(0).result()
         kinds = Counter(request.kind for request in proxy.requests)
     assert kinds == {"begin upload": 1, "part": 3, "complete upload": 1, "put": 1, "list": 7, "head": 2}
+
+
+def test_a_line_that_is_too_slow_for_many_parts_at_once_gets_fewer(
+    owner: seaweed.Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, asked = ObjectStore.put, []
+
+    def slow(self: ObjectStore, key: str, parts: Any, *, part_bytes: int, parallel: int) -> None:
+        asked.append(parallel)
+        if parallel > 1:
+            raise asyncckpt.IOFailedError("it did not answer in time", errno=errno.ETIMEDOUT)
+        put(self, key, parts, part_bytes=part_bytes, parallel=parallel)
+
+    monkeypatch.setattr(ObjectStore, "put", slow)
+    with asyncckpt.Saver(path=url, tensors=state(), parallel=1) as saver:
+        saver.save_async(0).result()
+    assert asked == [4, 2, 1]
 
 
 def test_what_is_sent_is_the_arena_itself(owner: seaweed.Server, url: str) -> None:
