@@ -255,8 +255,9 @@ def test_a_save_asks_as_often_as_the_page_says(proxy: FaultProxy, url: str) -> N
     assert kinds == {"begin upload": 1, "part": 3, "complete upload": 1, "put": 1, "list": 7, "head": 2}
 
 
+@pytest.mark.parametrize("by_upload", [True, False])
 def test_a_line_that_is_too_slow_for_many_parts_at_once_gets_fewer(
-    owner: seaweed.Server, url: str, monkeypatch: pytest.MonkeyPatch
+    owner: seaweed.Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_upload: bool
 ) -> None:
     put, asked = ObjectStore.put, []
 
@@ -267,8 +268,9 @@ def test_a_line_that_is_too_slow_for_many_parts_at_once_gets_fewer(
         put(self, key, parts, part_bytes=part_bytes, parallel=parallel)
 
     monkeypatch.setattr(ObjectStore, "put", slow)
-    with asyncckpt.Saver(path=url, tensors=state(), parallel=1) as saver:
-        saver.save_async(0).result()
+    where: dict[str, Any] = {"path": tmp_path / "ckpt", "upload": url} if by_upload else {"path": url}
+    with asyncckpt.Saver(tensors=state(), parallel=1, **where) as saver:
+        saver.save_async(0).wait_uploaded(60)
     assert asked == [4, 2, 1]
 
 
