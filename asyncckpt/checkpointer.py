@@ -24,6 +24,7 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -37,7 +38,7 @@ from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.engine.save.go_back import choose_step, go_back
-from asyncckpt.errors import CorruptError, UsageError, closing_beside, warn
+from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.loader import Loader
 from asyncckpt.model.own_rank import own_rank
@@ -305,12 +306,20 @@ class Checkpointer:
     def _check_ascends(self, step: int) -> None:
         """Refuse at once what would be refused, or become a second history, in the middle of training."""
         if self._last_step is None:
-            steps = committed_steps(self._saver._target.root)
+            root, where = self._saver._target.root, self.path
+            steps = committed_steps(root.in_calls)
+            if steps and steps[-1] >= step and root.look_anew():
+                steps = committed_steps(root.in_calls)
+            there = None if steps else self._saver._target.uploads.there()
+            if there is not None:  # Its disk may have been lost.
+                where = str(there.path)
+                with suppress(IOFailedError):
+                    steps = committed_steps(there)
             if steps and steps[-1] >= step:
                 raise UsageError(
-                    f"step {step} is not behind those that are in {self.path!r}",
+                    f"step {step} is not behind those that are in {where!r}",
                     found=f"step {steps[-1]}",
-                    hint="begin with restore()",
+                    hint="begin with restore()" if there is None else "begin with restore(), or copy that back here",
                 )
         elif step <= self._last_step:
             raise UsageError(

@@ -22,7 +22,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.save.start_save import encode_metadata
 from asyncckpt.engine.save.step_watch import StepWatch
-from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside, warn
+from asyncckpt.errors import CheckpointError, IOFailedError, SaveCancelledError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, OnBusy
@@ -242,7 +242,9 @@ class PeriodicSaver:
         if last is None or last.step not in saved:
             return False
         # Somebody may have removed it. Ranks that look at different times would not save alike.
-        return self._saver.ranks_count > 1 or is_committed(target.root, last.step)
+        with suppress(IOFailedError):  # It was acknowledged, and nobody says that it is gone.
+            return self._saver.ranks_count > 1 or is_committed(target.root, last.step)
+        return True
 
     def _interruption(self, error: BaseException | None) -> Mapping[str, Any]:
         """Return the metadata of a save behind the end of a loop."""

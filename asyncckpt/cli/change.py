@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from asyncckpt import checkpoints
@@ -136,7 +135,7 @@ def _tell(wanted: Namespace, facts: dict[str, Any], text: str) -> None:
         print(text)
         return
     dry_run = {"dry_run": wanted.dry_run} if "dry_run" in wanted else {}
-    as_json.print_answer({"path": str(Path(wanted.path)), **dry_run, **facts})
+    as_json.print_answer({"path": str(wanted.path), **dry_run, **facts})
 
 
 def _done(wanted: Namespace) -> str:

@@ -130,7 +130,8 @@ def _complete(root: WriteRoot, heads: KnownHeads, decided: Iterable[Mark]) -> No
         root.look_anew()
     if failed:
         first = next(iter(failed.values()))
-        raise IOFailedError(f"{len(failed)} folders cannot be removed, {sorted(failed)[:8]}: {first}") from first
+        what = f"{len(failed)} folders cannot be removed, {sorted(failed)[:8]}: {first}"
+        raise IOFailedError(what, errno=first.errno if isinstance(first, IOFailedError) else None) from first
 
 
 def _remove_manifests(root: WriteRoot, heads: KnownHeads, mark: Mark) -> None:

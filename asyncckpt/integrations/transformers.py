@@ -39,12 +39,13 @@ from typing import TYPE_CHECKING, Any
 from asyncckpt.adapters.named_parts import named_parts
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.checkpoints import list_steps
-from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.pretrained import Pretrained, export_pretrained
 from asyncckpt.integrations.trainer_values import HeldRng, TrainerValues
 from asyncckpt.loader import Loader
-from asyncckpt.options import KeepPolicy
+from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.options import KeepPolicy, UploadOptions
 
 __all__ = ["AsyncCheckpoint", "CheckpointMixin", "Trainer", "export_pretrained"]
 
@@ -57,10 +58,11 @@ _PUSHES_AT_THE_END = ("end",)
 
 @dataclass(frozen=True)
 class _Resumed:
-    """The step that a call of `train` goes on from."""
+    """The step that a call of `train` goes on from. source: where it is read, if not in its directory."""
 
     directory: Path
     step: int
+    source: str | None = None
 
 
 class CheckpointMixin:
@@ -89,6 +91,9 @@ class CheckpointMixin:
         discard_newer: bool,
         checkpointing: Mapping[str, Any] | None,
     ) -> None:
+        if StoreUrl.is_url(checkpoint_dir):
+            hint = 'checkpointing={"options": {"upload": url}} uploads what is saved'
+            raise UsageError("checkpoint_dir is a URL", expected="a folder", hint=hint)
         self._checkpoint_dir, self._discard_newer = checkpoint_dir, discard_newer
         self._checkpointing = dict(checkpointing or {})
         self._resumed: _Resumed | None = None
@@ -109,7 +114,7 @@ class CheckpointMixin:
         """Return whether there is a step to resume: `train(resume_from_checkpoint=trainer.has_checkpoint())`."""
         output = self.args.output_dir
         theirs = os.path.isdir(output) and transformers.trainer_utils.get_last_checkpoint(output) is not None
-        return theirs or bool(_steps_in(self.checkpoint_dir))
+        return theirs or bool(_steps_in(self.checkpoint_dir) or self._steps_uploaded()[1])
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer.train does.
@@ -270,7 +275,9 @@ class CheckpointMixin:
             directory /= _FOLDER
         if own.exists() and directory.exists() and own.samefile(directory):
             directory = own
-        steps = _steps_in(directory)
+        steps, source = _steps_in(directory), None
+        if not steps and directory == own:
+            source, steps = self._steps_uploaded()
         if not steps:
             return None
         step = steps[-1] if step is None else step
@@ -279,7 +286,16 @@ class CheckpointMixin:
         if directory == own and step != steps[-1] and not self._discard_newer:
             what = f"step {step} is not the newest in {str(directory)!r}, and two histories do not go into one"
             raise UsageError(what, found=steps, hint="Trainer(..., discard_newer=True) removes what was saved after")
-        return _Resumed(directory, step)
+        return _Resumed(directory, step, source)
+
+    def _steps_uploaded(self) -> tuple[str | None, list[int]]:
+        """Return the URL to which checkpoints are uploaded, and which are there: where the disk was lost, as those of
+        Checkpointer.restore."""
+        upload = self._checkpointing.get("options", {}).get("upload")
+        url = upload.url if isinstance(upload, UploadOptions) else upload
+        with contextlib.suppress(NotFoundError):
+            return url, [] if url is None else list_steps(url)
+        return url, []
 
     def _check_unused(self) -> None:
         steps = _steps_in(self.checkpoint_dir)
@@ -305,7 +321,7 @@ class CheckpointMixin:
 
 def _load(resumed: _Resumed, parts: Mapping[str, Any]) -> None:
     tables, tensors = named_parts(parts)
-    Loader(resumed.directory, tables, tensors, step=resumed.step).load()
+    Loader(resumed.source or resumed.directory, tables, tensors, step=resumed.step).load()
 
 
 def _steps_in(directory: Path) -> list[int]:

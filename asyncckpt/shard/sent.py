@@ -42,10 +42,11 @@ def send_file(
 ) -> None:
     """Upload pieces of memory (address, bytes), one behind the other, as one object. Returns when nobody reads them.
 
-    Tries again for TRY_S_MAX where that may help. sent: is told how many bytes have been taken for the first time.
-    check: raises when the upload is to end.
+    Tries again for TRY_S_MAX where that may help, with half as many parts at once: on a slow line many take longer than
+    a request may.
+    sent: is told how many bytes have been taken for the first time. check: raises when the upload is to end.
     """
-    until, pause_s, told = time.monotonic() + TRY_S_MAX, FIRST_PAUSE_S, [0]
+    until, pause_s, told, parallel = time.monotonic() + TRY_S_MAX, FIRST_PAUSE_S, [0], PARTS_AT_ONCE
 
     def take(end: int) -> None:
         check()
@@ -54,7 +55,7 @@ def send_file(
 
     while True:
         try:
-            return _put(folder, name, pieces, take)
+            return _put(folder, name, pieces, take, parallel=parallel)
         except IOFailedError as error:
             left_s = until - time.monotonic()
             if not is_timeout(error) or pause_s > left_s:
@@ -62,10 +63,12 @@ def send_file(
             with contextlib.suppress(Exception):
                 _log.warning("%s: it is tried again for %.0f s", error.what, left_s)
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        pause_s, parallel = min(2 * pause_s, PAUSE_S_MAX), max(1, parallel // 2)
 
 
-def _put(folder: StoreFolder, name: str, pieces: Sequence[tuple[int, int]], take: Callable[[int], None]) -> None:
+def _put(
+    folder: StoreFolder, name: str, pieces: Sequence[tuple[int, int]], take: Callable[[int], None], *, parallel: int
+) -> None:
     total = sum(size for _, size in pieces)
     part_bytes = part_bytes_of(total)
     small = total <= part_bytes and len(pieces) != 1  # One request instead of three.
@@ -83,7 +86,7 @@ def _put(folder: StoreFolder, name: str, pieces: Sequence[tuple[int, int]], take
 
     try:
         taken: Iterable[memoryview | bytes] = [b"".join(parts())] if small else parts()
-        folder.store.put(folder.key(name), taken, part_bytes=part_bytes, parallel=PARTS_AT_ONCE)
+        folder.store.put(folder.key(name), taken, part_bytes=part_bytes, parallel=parallel)
     finally:
         _let_go(views, f"the upload of {name!r}")
 

@@ -4,11 +4,13 @@ Nothing holds an object open: one that is removed while a load reads is a NotFou
 a byte of data is used: one request for each gives its size and its header.
 
 Reads of one file that lie close together are one request, and one that is long is several, so that all connections
-have work. What is read between two wanted ranges is at most GAP_SHARE of them.
+have work. What is read between two wanted ranges is at most GAP_SHARE of them. Who reads small pieces, one behind the
+other, is read ahead of, each time twice as far: else a checkpoint of 100,000 small tensors would be as many requests.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -26,6 +28,9 @@ from asyncckpt.storage.store_folder import StoreFolder
 REQUEST_BYTES_MAX = 8 << 20
 REQUESTS_AT_ONCE_MIN = 8  # A store answers late, but many at once.
 GAP_SHARE = 0.05
+PIECE_BYTES_MAX = 256 << 10
+AHEAD_BYTES_MIN, AHEAD_BYTES_MAX = 64 << 10, 1 << 20
+AHEAD_COUNT_MAX = 8  # Places, as ids and columns of tables have.
 READ_S_MAX = 86400.0  # Each request has a deadline of its own.
 NOT_OPEN = -1
 
@@ -43,13 +48,29 @@ class _Request:
     parts: tuple[tuple[int, int, int], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Ahead:
+    """What a small piece was read with: bytes of an object from `begin` on."""
+
+    number: int
+    begin: int
+    raw: U8
+
+    def has(self, piece: _Request) -> bool:
+        return piece.number == self.number and self.begin <= piece.begin and piece.end <= self.begin + len(self.raw)
+
+    def is_before(self, piece: _Request) -> bool:
+        return piece.number == self.number and 0 <= piece.begin - self.begin - len(self.raw) <= PIECE_BYTES_MAX
+
+
 class StoreReader:
-    """Reads objects of a store as the core reads files: each has a number, like a descriptor."""
+    """Reads objects of a store as the core reads files: each has a number, like a descriptor. Used by one thread."""
 
     def __init__(self, data: StoreFolder, *, threads: int) -> None:
         self._data = data
         self._threads = max(threads, REQUESTS_AT_ONCE_MIN)
         self._keys: list[str] = []
+        self._ahead: deque[_Ahead] = deque(maxlen=AHEAD_COUNT_MAX)
 
     def open(self, path: str) -> int:
         """Return the number of an object, by its path in the checkpoint directory."""
@@ -64,7 +85,8 @@ class StoreReader:
     def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
         """Fill the memory of all reads and return their digests, if asked: see Core.read."""
         requests = list(_requests(reads))
-        for request, _ in self.at_once(self._fetch, requests):
+        is_piece = len(requests) == 1 and requests[0].end - requests[0].begin <= PIECE_BYTES_MAX
+        for request, _ in self._fetched_ahead(requests) if is_piece else self.at_once(self._fetch, requests):
             progress.advance(sum(bytes for _, _, bytes in request.parts))
             if progress.cancelled:
                 raise CancelledDrain("the reads were cancelled")
@@ -89,13 +111,38 @@ class StoreReader:
                 for future in begun:
                     future.cancel()
 
+    def _fetched_ahead(self, pieces: Sequence[_Request]) -> Iterator[tuple[_Request, None]]:
+        for piece in pieces:
+            held = next((one for one in self._ahead if one.has(piece)), None) or self._read_ahead(piece)
+            self._put(piece, held.raw, begin=held.begin)
+            yield piece, None
+
+    def _read_ahead(self, piece: _Request) -> _Ahead:
+        """Read a piece, and more where it comes behind another one."""
+        before = next((one for one in self._ahead if one.is_before(piece)), None)
+        end = piece.end
+        if before is not None:
+            self._ahead.remove(before)
+            ahead = min(max(AHEAD_BYTES_MIN, 2 * len(before.raw)), AHEAD_BYTES_MAX)
+            end = max(end, piece.begin + ahead)
+        ((_, found),) = self.at_once(self._read, [_Request(piece.number, piece.begin, end, ())])
+        self._ahead.append(_Ahead(piece.number, piece.begin, found))
+        return self._ahead[-1]
+
     def _fetch(self, request: _Request) -> None:
-        size = request.end - request.begin
-        raw, _ = self._data.store.read(self._keys[request.number], begin=request.begin, bytes=size)
-        found = np.frombuffer(raw, dtype=np.uint8)
-        if len(found) != size:
-            raise ShortFile(f"object {self._keys[request.number]!r} gave {len(found)} of {size} bytes", request.number)
-        base = found.ctypes.data - request.begin
+        self._put(request, self._read(request), begin=request.begin)
+
+    def _read(self, request: _Request) -> U8:
+        """Return the bytes of a range, as many as there are."""
+        key, size = self._keys[request.number], request.end - request.begin
+        return np.frombuffer(self._data.store.read(key, begin=request.begin, bytes=size)[0], dtype=np.uint8)
+
+    def _put(self, request: _Request, found: U8, *, begin: int) -> None:
+        """Put bytes of an object, which begin there, where they are wanted."""
+        if begin + len(found) < request.end:
+            what, size = f"object {self._keys[request.number]!r} gave", request.end - request.begin
+            raise ShortFile(f"{what} {max(0, begin + len(found) - request.begin)} of {size} bytes", request.number)
+        base = found.ctypes.data - begin
         segments = [(base + offset, target, bytes) for target, offset, bytes in request.parts]
         core.copy(np.array(segments, dtype=np.uint64), threads=1)
 

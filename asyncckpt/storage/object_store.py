@@ -37,6 +37,7 @@ PARTS_MAX = 10_000  # Of one upload, in S3.
 PART_BYTES_MIN = 16 << 20
 MIB = 1 << 20
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_IN_HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _SECONDS = re.compile(r"timed out|deadline|Timeout")
@@ -44,8 +45,9 @@ _SECONDS = re.compile(r"timed out|deadline|Timeout")
 T = TypeVar("T")
 _user: int | None = None  # The process that has asked a store first.
 
-# Codes of S3 for which something can be done.
+# Codes of S3 for which something can be done, or the status of an answer without one: that to a HEAD has no body.
 _REFUSALS = {
+    "400": (errno.EACCES, "the credentials may have expired"),
     "NoSuchBucket": (errno.ENOENT, "make the bucket, or correct the URL"),
     "PermanentRedirect": (errno.ENOENT, "the bucket is in another region: set AWS_REGION"),
     "AccessDenied": (errno.EACCES, "these credentials lack a permission, see docs/object-stores.md"),
@@ -60,6 +62,7 @@ _OF_STATUS = {
     401: (errno.EACCES, "credentials are missing or not valid"),
     403: (errno.EACCES, "there are no credentials, or they lack a permission, see docs/object-stores.md"),
     404: (errno.ENOENT, "is there such a bucket?"),
+    416: (errno.ERANGE, None),
 }
 
 
@@ -92,6 +95,7 @@ class ObjectStore:
         self.url = url
         self._api = _import_obstore(url)
         _check_endpoint()
+        _check_headers()
         retry: Any = {"max_retries": limits.retries_max, "retry_timeout": timedelta(seconds=limits.retry_s)}
         client: Any = {
             "timeout": timedelta(seconds=limits.request_s),
@@ -103,10 +107,12 @@ class ObjectStore:
         self._limits = limits
 
         def opened(retry: Any) -> Any:
-            from_url = self._api.store.from_url
-            return self._ask(
-                "store cannot be opened", "", lambda: from_url(bucket, client_options=client, retry_config=retry)
-            )
+            _check_not_forked()
+            with contextlib.suppress(self._api.exceptions.BaseError):  # Its text may show what is set.
+                return self._api.store.from_url(bucket, client_options=client, retry_config=retry)
+            what = f"store of {str(url)!r} cannot be opened: a setting is missing or wrong"
+            hint = f"look at {_VARIABLES[url.scheme]}_* in the environment, and at the files that they name"
+            raise UsageError(what, hint=hint)
 
         self._store, self._trying_once = opened(retry), opened({**retry, "max_retries": 0})
 
@@ -122,13 +128,24 @@ class ObjectStore:
         return Found(key, meta["size"], meta["e_tag"] or "")
 
     def read(self, key: str, *, begin: int, bytes: int) -> tuple[Any, int]:
-        """Return a range of an object, as a buffer, and how many bytes the object has. NotFoundError."""
+        """Return a range of an object, as a buffer, and how many bytes the object has. NotFoundError.
+
+        Less than the range where the object ends, and nothing where it ends before it.
+        """
 
         def ask() -> tuple[Any, int]:
             answer = self._api.get(self._store, self._path(key), options={"range": (begin, begin + bytes)})
             return answer.bytes(), answer.meta["size"]
 
-        return self._ask("object cannot be read", key, ask)
+        try:
+            return self._ask("object cannot be read", key, ask)
+        except IOFailedError as error:
+            if error.errno != errno.ERANGE:
+                raise
+        found = self.find(key)
+        if found is None:
+            raise NotFoundError(f"object {str(self.url / key)!r} does not exist")
+        return b"", found.bytes
 
     def read_whole(self, key: str, *, bytes_max: int) -> bytes:
         """Return a small object. NotFoundError; CorruptError if it is larger than bytes_max."""
@@ -302,7 +319,7 @@ def refused(what: str, error: BaseException) -> CheckpointError:
     reason = " ".join(str(part) for part in (status, code) if part is not None)
     if code == "NotImplemented" or status == 501:
         return UnsupportedError(f"{what}: the store does not support this request: {reason}")
-    number, hint = _REFUSALS.get(code or "") or _OF_STATUS.get(status or 0) or (0, None)
+    number, hint = _REFUSALS.get(code or f"{status}") or _OF_STATUS.get(status or 0) or (0, None)
     if number == errno.ENOENT:
         return NoBucketError(f"{what}: the store refused: {reason} ({hint})")
     if number:
@@ -338,6 +355,15 @@ def _check_endpoint() -> None:
             is_right = False
         if not is_right:
             raise UsageError(f"{name} is no endpoint", expected="https://host or http://host:port")
+
+
+def _check_headers() -> None:
+    """Refuse a credential of which obstore would make a panic, each time that it asks."""
+    for name in _IN_HEADERS:
+        given = os.environ.get(name, "")
+        if not (given.isascii() and given.isprintable()):
+            what = f"{name} holds a line break, or another letter that no request can have"
+            raise UsageError(what, hint="was it read from a file that ends with one?")
 
 
 def _import_obstore(url: StoreUrl) -> ModuleType:

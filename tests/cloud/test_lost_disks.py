@@ -12,6 +12,7 @@ import asyncckpt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
+from tests.cloud.fault_proxy import Fault, FaultProxy
 
 
 def run(path: Path, url: str, *, to: int, back_to: int | None = None) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -42,6 +43,57 @@ def test_a_loop_goes_on_from_where_it_uploads_to(owner: seaweed.Server, url: str
         asyncckpt.verify(url, step)
     first, _, again = run(tmp_path / "lost", url, to=9)  # The disk counts, where it has any.
     assert (first, again.tolist()) == (9, total.tolist())
+
+
+def test_a_loop_that_does_not_restore_begins_no_second_history(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    run(tmp_path / "lost", url, to=6)
+    newest = asyncckpt.list_steps(url)[-1]
+    with asyncckpt.Checkpointer(tmp_path / "new", every=2, options={"upload": url}, x=torch.zeros(1)) as ckpt:
+        with pytest.raises(asyncckpt.UsageError, match=f"step {newest} is not behind those that are in '{url}'"):
+            ckpt.step(newest)
+        ckpt.step(newest + 1)  # Somebody has loaded that by other means.
+    assert asyncckpt.list_steps(url)[-1] == newest + 1
+
+
+def test_a_fresh_loop_does_not_wait_for_a_store_that_is_away(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    with asyncckpt.Checkpointer(tmp_path / "new", every=2, options={"upload": url}, x=torch.zeros(1)) as ckpt:
+        proxy.fault = lambda request: Fault(answer=(403, "ExpiredToken"))
+        ckpt.step(1)
+        proxy.fault = lambda request: None
+    assert asyncckpt.list_steps(url) == [1]
+
+
+def test_a_trainer_of_transformers_goes_on_from_there(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from asyncckpt.integrations.transformers import Trainer
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.inner(x).square().mean()}
+
+    def trained(to: int) -> tuple[bool, torch.Tensor]:
+        more = {"save_steps": 2, "max_steps": to, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 3}
+        arguments = transformers.TrainingArguments(str(tmp_path / "run"), remove_unused_columns=False, **more)
+        data = [{"x": torch.full((2,), float(number))} for number in range(99)]
+        torch.manual_seed(0)
+        trainer = Trainer(Model(), arguments, train_dataset=data, checkpointing={"options": {"upload": url}})
+        goes_on = trainer.has_checkpoint()
+        trainer.train(resume_from_checkpoint=goes_on)
+        return goes_on, trainer.model.inner.weight.detach().clone()
+
+    with pytest.raises(asyncckpt.UsageError, match="checkpoint_dir is a URL"):
+        Trainer(Model(), checkpoint_dir=url)
+    _, expected = trained(to=6)
+    asyncckpt.checkpoints.remove_after(url, 4)
+    shutil.rmtree(tmp_path / "run")
+    goes_on, found = trained(to=6)
+    assert goes_on
+    assert found.equal(expected)
+    assert (asyncckpt.list_steps(url), asyncckpt.list_steps(tmp_path / "run" / "checkpoints")) == ([2, 4, 6], [6])
 
 
 def test_it_goes_back_no_further_than_to_the_newest_step_there(owner: seaweed.Server, url: str, tmp_path: Path) -> None:

@@ -12,6 +12,13 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.commit.discover import check_listed
+from asyncckpt.commit.root import StoreRoot
+from asyncckpt.engine.ranks.rank_save import _attempt_folder
+from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.names import Attempt
+from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
 from tests.cloud.rank_in_a_store import ROWS_COUNT, STEPS_COUNT
@@ -167,3 +174,12 @@ def test_a_bucket_that_is_not_there_ends_all_constructors(owner: seaweed.Server,
     ended = await_ranks(start_ranks(tmp_path / "run", "s3://no-such-bucket/run"), WAIT_S)
     assert [rank.status for rank in ended] == [1] * RANKS_COUNT, outputs(ended)
     assert all("NoSuchBucket" in rank.output for rank in ended)
+
+
+def test_files_that_rank_0_has_removed_are_not_damaged(owner: seaweed.Server, url: str) -> None:
+    """Rank 0 aborts while this rank looks at its own files: its word, which says why, ends the save."""
+    root, attempt = StoreRoot(ObjectStore(StoreUrl.of(url))), Attempt.new(1)
+    file = FileFacts(f"data/{attempt.directory}/r00001-000.safetensors", 1, 8, bytes(16), 8)
+    aborted = pytest.raises(asyncckpt.NotFoundError, match="unless rank 0 has aborted")
+    with aborted, _attempt_folder(root, attempt) as folder:
+        check_listed(folder, [file], step=1)

@@ -4,6 +4,7 @@ upon them, or while they are loaded.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,25 @@ from tests.cloud.test_saver_in_a_store import is_equal, objects, state
 from tests.cloud.test_uploads import marks, open_saver, options, small_parts
 
 __all__ = ["small_parts"]
+
+
+def test_a_step_that_was_saved_anew_has_no_leftovers(owner: seaweed.Server, url: str) -> None:
+    """SeaweedFS goes on listing the prefix of the one that was removed."""
+    for _ in range(2):
+        asyncckpt.save(url, state(0), step=0)
+        found = asyncckpt.verify(url).strays
+        asyncckpt.checkpoints.remove(url, 0)
+    assert found == ()
+
+
+def test_who_may_not_remove_hears_why(proxy: FaultProxy, url: str) -> None:
+    asyncckpt.save(url, state(0), step=0)
+    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if request.kind == "delete" else None
+    for _ in range(2):  # Behind the first one it is decided.
+        with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied") as failed:
+            asyncckpt.checkpoints.remove(url, 0)
+        assert failed.value.errno == errno.EACCES
+    assert asyncckpt.load(url).keys() == state(0).keys()
 
 
 def test_marks_of_a_removal_whose_answers_are_lost(proxy: FaultProxy, url: str) -> None:

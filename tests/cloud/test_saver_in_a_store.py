@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import subprocess
 import sys
@@ -222,12 +223,55 @@ def test_no_call_of_the_loop_asks_the_store(owner: seaweed.Server, url: str, mon
     assert threading.get_ident() not in asking
 
 
+def test_the_first_step_of_a_loop_asks_the_store_before_it_is_refused_alone(proxy: FaultProxy, url: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    with asyncckpt.Checkpointer(url, every=10, model=model) as checkpointer:
+        proxy.requests = []
+        checkpointer.step(1)
+        assert proxy.requests == []
+    with asyncckpt.Checkpointer(url, every=10, model=model) as checkpointer:
+        with pytest.raises(asyncckpt.UsageError, match="not behind"):
+            checkpointer.step(1)
+        asyncckpt.checkpoints.remove(url, 1)
+        checkpointer.step(1)
+
+
+def test_a_loop_whose_last_step_is_acknowledged_ends_well_without_the_store(proxy: FaultProxy, url: str) -> None:
+    with asyncckpt.Checkpointer(url, every=1, model=torch.nn.Linear(2, 2)) as checkpointer:
+        future = checkpointer.step(1)
+        assert future is not None
+        future.result()
+        checkpointer._saver.wait_idle()
+        proxy.fault = lambda request: Fault(answer=(403, "ExpiredToken"))
+    proxy.fault = lambda request: None
+    assert asyncckpt.list_steps(url) == [1]
+
+
 def test_a_save_asks_as_often_as_the_page_says(proxy: FaultProxy, url: str) -> None:
     with asyncckpt.Saver(path=url, tensors=state(), parallel=1) as saver:
         proxy.requests = []
         saver.save_async(0).result()
         kinds = Counter(request.kind for request in proxy.requests)
     assert kinds == {"begin upload": 1, "part": 3, "complete upload": 1, "put": 1, "list": 7, "head": 2}
+
+
+@pytest.mark.parametrize("by_upload", [True, False])
+def test_a_line_that_is_too_slow_for_many_parts_at_once_gets_fewer(
+    owner: seaweed.Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_upload: bool
+) -> None:
+    put, asked = ObjectStore.put, []
+
+    def slow(self: ObjectStore, key: str, parts: Any, *, part_bytes: int, parallel: int) -> None:
+        asked.append(parallel)
+        if parallel > 1:
+            raise asyncckpt.IOFailedError("it did not answer in time", errno=errno.ETIMEDOUT)
+        put(self, key, parts, part_bytes=part_bytes, parallel=parallel)
+
+    monkeypatch.setattr(ObjectStore, "put", slow)
+    where: dict[str, Any] = {"path": tmp_path / "ckpt", "upload": url} if by_upload else {"path": url}
+    with asyncckpt.Saver(tensors=state(), parallel=1, **where) as saver:
+        saver.save_async(0).wait_uploaded(60)
+    assert asked == [4, 2, 1]
 
 
 def test_what_is_sent_is_the_arena_itself(owner: seaweed.Server, url: str) -> None:

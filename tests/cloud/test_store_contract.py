@@ -207,6 +207,52 @@ def test_an_endpoint_that_is_none_is_refused(endpoint: str, monkeypatch: pytest.
         open_store("s3://bucket/run")
 
 
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"])
+def test_a_credential_with_a_line_break_is_refused_at_once(
+    owner: seaweed.Server, url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one has that was read from a file: obstore would make a panic, or send it."""
+    monkeypatch.setenv(name, "hidden\n")
+    with pytest.raises(UsageError, match=f"{name} holds a line break") as failed:
+        open_store(url).find("key")
+    assert "hidden" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "value"),
+    [
+        ("az", "AZURE_STORAGE_ACCOUNT_KEY", "hidden"),  # Without AZURE_STORAGE_ACCOUNT_NAME.
+        ("gs", "GOOGLE_APPLICATION_CREDENTIALS", "/hidden"),
+        ("gs", "GOOGLE_SERVICE_ACCOUNT_KEY", '{"private_key": "hidden"}'),
+        ("s3", "AWS_UNSIGNED_PAYLOAD", "hidden"),
+    ],
+)
+def test_settings_that_are_missing_or_wrong_are_no_network_that_is_down(
+    scheme: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name.partition('_')[0]}_") as failed:
+        open_store(f"{scheme}://bucket/run")
+    assert "hidden" not in str(failed.value)
+
+
+def test_a_refusal_that_says_no_code_may_be_one_of_credentials(proxy: FaultProxy, url: str) -> None:
+    """The answer to a HEAD has no body, and that to an expired token is a 400."""
+    proxy.fault = lambda request: Fault(answer=(400, "ExpiredToken"))
+    with pytest.raises(IOFailedError, match="expired") as failed:
+        open_store(url).find("key")
+    assert failed.value.errno == errno.EACCES
+
+
+def test_a_range_behind_the_end_of_an_object_is_empty(store: ObjectStore) -> None:
+    for number, raw in enumerate((b"", b"abc")):
+        store.put_new(f"{number}", raw)
+        found, size = store.read(f"{number}", begin=3, bytes=4)
+        assert (bytes(found), size) == (b"", len(raw))
+    with pytest.raises(NotFoundError):
+        store.read("none", begin=3, bytes=4)
+
+
 def test_a_key_that_an_unanswered_request_may_make_is_in_doubt(proxy: FaultProxy, url: str) -> None:
     """The first request is under way somewhere; that the second one is refused says nothing of it."""
     left = [Fault(answer=(403, "AccessDenied")), Fault(silent=True)]

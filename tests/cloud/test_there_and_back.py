@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -160,6 +161,12 @@ def test_the_command_shows_what_is_in_a_store(owner: seaweed.Server, url: str, t
     assert url in ran.stdout or "same" in ran.stdout.lower()
 
 
+def test_answers_in_json_name_the_url(owner: seaweed.Server, url: str) -> None:
+    asyncckpt.save(url, {"x": torch.zeros(1)}, step=1)
+    for command, *more in (["pin", "1"], ["unpin", "1"], ["prune", "--latest", "1"], ["gc"], ["rm", "1"]):
+        assert json.loads(invoke(command, url, *more, "--json").stdout)["path"] == url
+
+
 def test_a_doctor_who_is_refused_says_so_and_leaves_nothing(proxy: FaultProxy, url: str) -> None:
     proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if request.kind == "get" else None
     answer = invoke("doctor", url, "--mib", "1")
@@ -227,3 +234,39 @@ def test_parts_of_many_tensors_are_put_together(owner: seaweed.Server, url: str,
     with asyncckpt.Saver(path=tmp_path / "ckpt", tensors=tensors, upload=url) as saver:
         saver.save_async(0).wait_uploaded()
     assert_equal(asyncckpt.load(url), tensors)
+
+
+def test_an_object_without_bytes_is_damaged_and_a_load_falls_back(owner: seaweed.Server, url: str) -> None:
+    """As `aws s3 sync` makes of a file that a crash has emptied: a range of it is refused."""
+    for step in (1, 2):
+        asyncckpt.save(url, {"x": torch.full((5,), float(step))}, step=step)
+    store = ObjectStore(StoreUrl.of(url))
+    (file,) = asyncckpt.describe(url, 2).files
+    store.put(file, [b""], part_bytes=MIB, parallel=1)
+    with pytest.raises(asyncckpt.CorruptError, match="wrong size"):
+        asyncckpt.verify(url)
+    assert invoke("verify", url).exit_code == ExitCode.DAMAGED
+    target = torch.zeros(5)
+    assert asyncckpt.Loader(url, tensors={"x": target}, fallback=True).load().step == 1
+    assert target.eq(1).all()
+
+
+def test_many_small_blocks_are_few_requests(proxy: FaultProxy, url: str) -> None:
+    """Who reads one block behind the other: verify, diff, compactions, conversions."""
+    tensors = {f"p{number}": torch.full((3,), float(number)) for number in range(300)}
+    tables = {f"t{number}": asyncckpt.HashTable(f"t{number}", dim=2) for number in range(20)}
+    for table in tables.values():
+        table.insert(torch.arange(10), torch.rand(10, 2))
+    with asyncckpt.Saver(path=url, tensors=tensors, hashtables=tables) as saver:
+        saver.save(1)
+        for tensor in tensors.values():
+            tensor += 1
+        saver.save(2)
+    proxy.requests.clear()
+    report = asyncckpt.verify(url)
+    assert report.blocks_count == 340
+    assert len(proxy.of_kind("get")) <= 8
+    assert sum(request.bytes_down for request in proxy.of_kind("get")) < 1 * MIB
+    proxy.requests.clear()
+    assert len(compare(url, 1, 2).tensors) == 300
+    assert len(proxy.of_kind("get")) <= 16

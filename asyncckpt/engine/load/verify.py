@@ -86,7 +86,9 @@ def _strays(root: ReadRoot, chain: Chain) -> tuple[str, ...]:
     folders = {}
     for name in root.data.names():
         attempt = attempt_of_directory(name)
-        if attempt is not None and attempt.step in chain.steps and name not in own:
+        if attempt is None or attempt.step not in chain.steps or name in own:
+            continue
+        if root.data.has_folder(name):  # Some stores go on listing prefixes without objects.
             folders[name] = attempt.step
     manifests = manifests_by_step(root)
     for step in set(folders.values()):

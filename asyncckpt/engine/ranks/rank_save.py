@@ -356,7 +356,8 @@ def _attempt_folder(root: WriteRoot, attempt: Attempt) -> Iterator[Directory | S
         with root.data.child(attempt.directory) as folder:
             yield folder
     except (CorruptError, IOFailedError, NotFoundError) as error:
-        if isinstance(root, StoreRoot) or root.data.exists(attempt.directory):
+        in_store = isinstance(root, StoreRoot)  # Where objects go one by one.
+        if isinstance(error, IOFailedError) if in_store else root.data.exists(attempt.directory):
             raise
         raise NotFoundError(
             f"folder {attempt.directory!r}, which rank 0 has made for this save, is not there",

@@ -22,6 +22,7 @@ import time
 import weakref
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 from asyncckpt.commit.discover import is_committed, shown_steps
@@ -226,15 +227,16 @@ class Uploads:
         """Upload, and try again while that may help; `until` is that of the one before, where that has failed."""
         assert self._store is not None
         assert self._options is not None
-        pause_s = FIRST_PAUSE_S
+        pause_s, options = FIRST_PAUSE_S, self._options
         while True:
             try:
-                return upload_attempt(self._on_disk, self._store, attempt, self._options)
+                return upload_attempt(self._on_disk, self._store, attempt, options)
             except IOFailedError as error:
                 if not is_timeout(error) or time.monotonic() + pause_s > until:
                     raise
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
+            options = replace(options, parallel=max(1, options.parallel // 2))  # On a slow line many take too long.
 
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
         is_gone = isinstance(error, AttemptGoneError)
