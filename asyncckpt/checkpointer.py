@@ -44,7 +44,7 @@ from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, DeltaPolicy, KeepPolicy, RankOptions
-from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics
+from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics, check_every
 from asyncckpt.plan.state import may_be_state
 from asyncckpt.saver import Saver
 from asyncckpt.signals import uninterrupted
@@ -122,6 +122,7 @@ class Checkpointer:
             try:
                 # A rank that is not made fails the first restore of the others.
                 with StepsTogether(self._saver._target.ranks, self._termination).restoring():
+                    check_every("every", every, every_seconds)
                     self._periodic = PeriodicSaver(
                         self._saver, every_steps=every, every_seconds=every_seconds, on_error=on_error
                     )
