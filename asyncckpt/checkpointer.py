@@ -35,6 +35,7 @@ from asyncckpt.arguments import check_seconds, check_type
 from asyncckpt.commit.discover import committed_steps
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
+from asyncckpt.engine.ranks import steps_together
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.engine.save.go_back import choose_step, go_back
 from asyncckpt.errors import CorruptError, UsageError, closing_beside, warn
@@ -117,7 +118,8 @@ class Checkpointer:
         if more["shard_num"] != 1:  # From here on the other ranks wait for this one: none ends by itself.
             self._termination.listen()
         try:
-            self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
+            with self._termination.waiting(steps_together.ASKED_S_MAX):
+                self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
             self._together = StepsTogether(self._saver._target.ranks, self._termination)
             try:
                 # A rank that is not made fails the first restore of the others.
