@@ -36,6 +36,7 @@ from asyncckpt.arguments import check_seconds, check_type
 from asyncckpt.commit.discover import committed_steps
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
+from asyncckpt.engine.ranks import steps_together
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.engine.save.go_back import choose_step, go_back
 from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
@@ -45,7 +46,7 @@ from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, DeltaPolicy, KeepPolicy, RankOptions
-from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics
+from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics, check_every
 from asyncckpt.plan.state import may_be_state
 from asyncckpt.saver import Saver
 from asyncckpt.signals import uninterrupted
@@ -118,11 +119,13 @@ class Checkpointer:
         if more["shard_num"] != 1:  # From here on the other ranks wait for this one: none ends by itself.
             self._termination.listen()
         try:
-            self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
+            with self._termination.waiting(steps_together.ASKED_S_MAX):
+                self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
             self._together = StepsTogether(self._saver._target.ranks, self._termination)
             try:
                 # A rank that is not made fails the first restore of the others.
                 with StepsTogether(self._saver._target.ranks, self._termination).restoring():
+                    check_every("every", every, every_seconds)
                     self._periodic = PeriodicSaver(
                         self._saver, every_steps=every, every_seconds=every_seconds, on_error=on_error
                     )

@@ -77,12 +77,7 @@ class PeriodicSaver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_type("saver", saver, Saver)
-        if (every_steps is None) == (every_seconds is None):
-            raise UsageError(
-                "exactly one of every_steps and every_seconds is needed", found=(every_steps, every_seconds)
-            )
-        if not (isinstance(every_steps, float) and every_steps == math.inf):
-            check_int("every_steps", every_steps, at_least=1, optional=True)
+        check_every("every_steps", every_steps, every_seconds)
         if every_seconds is not None:
             check_seconds("every_seconds", every_seconds, above_zero=True)
         if not callable(clock):
@@ -93,7 +88,7 @@ class PeriodicSaver:
             raise UsageError(
                 "every_seconds is for one rank: the clocks of several would not save in the same steps",
                 found=f"{saver.ranks_count} ranks",
-                hint="give every_steps",
+                hint="count steps instead",
             )
         ranks = saver._target.ranks
         if ranks is not None and ranks.in_turn:
@@ -376,6 +371,14 @@ class PeriodicSaver:
     def _count(self, **more: int) -> None:
         old = self._statistics
         self._statistics = replace(old, **{name: getattr(old, name) + count for name, count in more.items()})
+
+
+def check_every(name: str, every_steps: float | None, every_seconds: float | None) -> None:
+    """Check that steps between saves, an argument of this name, or else seconds are given."""
+    if (every_steps is None) == (every_seconds is None):
+        raise UsageError(f"exactly one of {name} and every_seconds is needed", found=(every_steps, every_seconds))
+    if not (isinstance(every_steps, float) and every_steps == math.inf):
+        check_int(name, every_steps, at_least=1, optional=True)
 
 
 def _chain(*errors: BaseException) -> None:

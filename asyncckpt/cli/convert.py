@@ -9,6 +9,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.cli import as_json
@@ -202,8 +203,16 @@ def _tell(wanted: Namespace, facts: Mapping[str, Any], done: str) -> ExitCode:
         print(f"{size(facts['reused'])} of it {'are' if wanted.dry_run else 'were'} written already, by an earlier try")
     for noun in LEFT_OUT:
         if names := facts.get(LEFT_OUT[noun]):
-            print(f"left out: {count_of(len(names), noun)}: {safe(', '.join(names)[:NAMES_CHARACTERS_MAX])}")
+            print(f"left out: {count_of(len(names), noun)}: {_listed(names)}")
     return ExitCode.OK
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names, whole ones; of many only the first."""
+    ends = accumulate(len(name) + 2 for name in names)
+    shown = max(1, sum(end <= NAMES_CHARACTERS_MAX for end in ends))
+    more = f" and {len(names) - shown:,} more (--json)" if shown < len(names) else ""
+    return safe(", ".join(names[:shown])) + more
 
 
 @contextmanager

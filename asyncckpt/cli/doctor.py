@@ -126,7 +126,7 @@ def _look_at_directory(path: Path, found: Diagnosis) -> None:
 
 
 def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:
-    from asyncckpt.storage.disk_probe import probe_disk
+    from asyncckpt.storage.disk_probe import CHUNK_BYTES, probe_disk
 
     folder = next(place for place in (path, *path.parents) if place.is_dir())
     try:
@@ -144,7 +144,9 @@ def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:
     if not facts.renames:
         found.problems.append("the file system replaces a file that exists when another one gets its name")
     if facts.bytes_per_s is None:
-        found.advice.append("No speed was measured: the disk is nearly full, or file sizes are limited (ulimit -f).")
+        least = f"that takes --mib {CHUNK_BYTES >> 20} or more"
+        reason = least if bytes < CHUNK_BYTES else "the disk is nearly full, or file sizes are limited (ulimit -f)"
+        found.advice.append(f"No speed was measured: {reason}.")
     else:
         seconds = _GIB / facts.bytes_per_s
         found.advice.append(

@@ -343,5 +343,5 @@ def _raise_problems(problems: list[str], step: int, *, hint: str) -> None:
     more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
     raise IncompatibleError(
         f"checkpoint of step {step} does not fit the model, {len(problems)} problems: {shown}{more}",
-        hint=f"nothing was changed; strict=False lets missing and unexpected entries pass{hint}",
+        hint=f"nothing was changed; a Loader with strict=False lets missing and unexpected entries pass{hint}",
     )

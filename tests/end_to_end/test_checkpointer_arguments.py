@@ -59,8 +59,25 @@ def test_options_are_those_of_a_saver(tmp_path: Path) -> None:
     with asyncckpt.Checkpointer(tmp_path, every=2, options={"durability": "none"}, x=torch.zeros(2)) as ckpt:
         ckpt.step(1)
     assert ckpt.path == str(tmp_path)
-    with pytest.raises(asyncckpt.UsageError, match="exactly one of every_steps and every_seconds"):
+    with pytest.raises(asyncckpt.UsageError, match="exactly one of every and every_seconds"):
         asyncckpt.Checkpointer(tmp_path, x=torch.zeros(2))
+    with pytest.raises(asyncckpt.UsageError, match="every is wrong, found 0"):
+        asyncckpt.Checkpointer(tmp_path, every=0, x=torch.zeros(2))
+
+
+def test_a_state_that_has_grown_is_refused_by_an_error_that_says_what_loads_it(tmp_path: Path) -> None:
+    old = torch.ones(2)
+    with asyncckpt.Checkpointer(tmp_path, every=2, x=old) as ckpt:
+        ckpt.step(1)
+    state = {"x": torch.zeros(2), "y": torch.full((2,), 7.0)}
+    with asyncckpt.Checkpointer(tmp_path, every=2, **state) as ckpt:
+        with pytest.raises(asyncckpt.IncompatibleError, match="a Loader with strict=False lets"):
+            ckpt.restore()
+        report = asyncckpt.Loader(tmp_path, tensors=state, strict=False).load()
+        assert (report.step, report.missing) == (1, ("y",))
+        ckpt.step(2)
+    found = asyncckpt.load(tmp_path, 2)
+    assert (found["x"].tolist(), found["y"].tolist()) == ([1.0, 1.0], [7.0, 7.0])
 
 
 RIGHT: dict[str, Any] = {  # An option of each parameter of a Saver that is none of the Checkpointer's own.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -203,11 +204,26 @@ def a_rank_dies_in_restore(rank: int, folder: Path) -> None:
     raise AssertionError
 
 
+def a_rank_does_not_come(rank: int, folder: Path) -> None:
+    """SIGTERM comes to the other one, which waits for the channel of rank 0."""
+    steps_together.ASKED_S_MAX = 0.3
+    training = Restoring(rank, folder)
+    if rank == 0:
+        await_true((folder / "ended").exists)  # It is there, with its store, and makes nothing.
+        os._exit(143)
+    threading.Timer(0.5, terminate).start()
+    with pytest.raises(SystemExit) as caught:
+        training.open(folder / "ckpt")
+    (folder / "ended").touch()
+    assert isinstance(caught.value.__context__, SystemExit)  # Not the PeerError of a deadline.
+    raise caught.value
+
+
 def a_rank_is_not_made(rank: int, folder: Path) -> None:
     """For a wrong argument on it alone; its Saver had been made, so the other one restores."""
     training = Restoring(rank, folder)
     with (
-        pytest.raises(PeerError if rank == 0 else UsageError, match="every_steps is wrong"),
+        pytest.raises(PeerError if rank == 0 else UsageError, match="every is wrong"),
         training.open(folder / "ckpt", part=training.part, every=1000 if rank == 0 else 0) as ckpt,
     ):
         ckpt.restore()

@@ -66,6 +66,10 @@ def test_sigterm_ends_the_wait_for_a_rank_that_is_gone(tmp_path: Path) -> None:
     assert run(checkpointer_ranks.a_rank_dies_in_restore, 2, tmp_path) == [143, 143]
 
 
+def test_sigterm_ends_the_wait_for_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    assert run(checkpointer_ranks.a_rank_does_not_come, 2, tmp_path) == [143, 143]
+
+
 @pytest.mark.parametrize(
     "job",
     [checkpointer_ranks.an_error_in_restore, checkpointer_ranks.a_rank_is_not_made],

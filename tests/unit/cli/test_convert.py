@@ -143,6 +143,17 @@ def test_plain_values_are_left_out_and_named(tmp_path: Path) -> None:
     assert lines[1] == "left out: 3 values: epoch, names.0, names.1"
 
 
+def test_of_many_that_are_left_out_whole_names_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+    names = [f"number{index:03}" for index in range(100)]
+    state = {"x": torch.ones(1), "n" * 300: 1}
+    asyncckpt.save(tmp_path / "run", {"x": torch.ones(1), **dict.fromkeys(names, 1)}, step=1)
+    asyncckpt.save(tmp_path / "run", {**state, "more": 1}, step=2)
+    first = invoke("export", "hf", tmp_path / "run", tmp_path / "out", "--step", 1).stdout.splitlines()[-1]
+    assert first == f"left out: 100 values: {', '.join(names[:18])} and 82 more (--json)"
+    second = invoke("export", "hf", tmp_path / "run", tmp_path / "again", "--step", 2).stdout.splitlines()[-1]
+    assert second == f"left out: 2 values: {'n' * 300} and 1 more (--json)"
+
+
 def test_a_terminal_is_told_how_far_it_is(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncckpt.cli.convert.TICK_S", 0.0)
 

@@ -39,6 +39,13 @@ def test_it_says_what_to_expect(tmp_path: Path) -> None:
         assert word in text
 
 
+@pytest.mark.parametrize("mib", [0, 15])
+def test_a_speed_that_was_not_to_be_measured_is_not_laid_to_the_disk(tmp_path: Path, mib: int) -> None:
+    text = invoke("doctor", tmp_path, "--mib", mib).stdout
+    assert "No speed was measured: that takes --mib 16 or more." in text
+    assert "nearly full" not in text
+
+
 def test_a_directory_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
     answer = answer_of(tmp_path / "a" / "b")
     assert answer["disk"]["folder"] == str(tmp_path)
