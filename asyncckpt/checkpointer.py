@@ -25,7 +25,6 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from time import monotonic
@@ -34,6 +33,7 @@ from typing import Any
 from asyncckpt.adapters.named_parts import named_parts
 from asyncckpt.arguments import check_seconds, check_type
 from asyncckpt.commit.discover import committed_steps
+from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks import steps_together
@@ -41,15 +41,17 @@ from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.engine.save.go_back import choose_step, go_back
 from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
-from asyncckpt.loader import Loader
+from asyncckpt.loader import load_now
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
-from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, DeltaPolicy, KeepPolicy, RankOptions
+from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, BusyPolicy, DeltaPolicy, KeepPolicy, RankOptions
 from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics, check_every
 from asyncckpt.plan.state import may_be_state
 from asyncckpt.saver import Saver
+from asyncckpt.shard.reader import read_threads
 from asyncckpt.signals import uninterrupted
+from asyncckpt.storage.folder import check_place
 
 _MAX_HOURS = "max_hours"
 # Parameters of a Saver that are no options, and what to do instead.
@@ -286,16 +288,16 @@ class Checkpointer:
 
     def _load(self, step: int, path: str) -> LoadReport:
         target = self._saver._target
-        loader = Loader(
-            path,
-            target.tables,
-            target.state,
+        request = LoadRequest(
+            tables=target.tables,
+            state=target.state,
             step=step,
-            shard_index=target.rank,
-            shard_num=self._saver.ranks_count,
+            threads=read_threads(16),  # As a Loader.
+            rank=target.rank,
+            ranks_count=self._saver.ranks_count,
+            puts_values=True,
         )
-        loader._request = replace(loader._request, puts_values=True)
-        return loader.load()
+        return load_now(check_place(path), request, BusyPolicy("wait"))
 
     def _warn_if_half_way(self, report: LoadReport) -> None:
         if report.metadata.get(HALF_WAY):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import asyncckpt
 from asyncckpt import checkpoints
+from asyncckpt.loader import load_now
 from asyncckpt.storage.directory import Directory
 
 STEPS = 23
@@ -66,13 +68,11 @@ def newer_is_pinned(ckpt: asyncckpt.Checkpointer, _: pytest.MonkeyPatch) -> None
 
 
 def pinned_meanwhile(ckpt: asyncckpt.Checkpointer, patch: pytest.MonkeyPatch) -> None:
-    load = asyncckpt.Loader.load
-
-    def load_and_pin(loader: asyncckpt.Loader) -> asyncckpt.LoadReport:
+    def load_and_pin(*arguments: Any) -> asyncckpt.LoadReport:
         checkpoints.pin(ckpt.path, 20)
-        return load(loader)
+        return load_now(*arguments)
 
-    patch.setattr(asyncckpt.Loader, "load", load_and_pin)
+    patch.setattr("asyncckpt.checkpointer.load_now", load_and_pin)
     ckpt.restore(10, discard_newer=True)
 
 
