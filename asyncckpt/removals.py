@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from asyncckpt.arguments import check_type
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import KnownHeads, committed_steps, forget_verified, newest_verified
+from asyncckpt.commit.discover import KnownHeads, committed_steps
 from asyncckpt.commit.judge import Listing
 from asyncckpt.commit.keep import numbers_of
 from asyncckpt.commit.pins import pin_step, unpin_step
 from asyncckpt.commit.retention import remove_steps, retain
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.commit.sweep import collect_garbage as sweep_all
+from asyncckpt.commit.verified import newest_verified
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
@@ -79,7 +80,7 @@ def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool
         heads = KnownHeads(root)
         if policy.metric is not None:
             _check_metric(root, heads, policy.metric)
-        return retain(root, heads, policy, protected=lambda: newest_verified(root), dry_run=dry_run)
+        return retain(root, heads, policy, protected=lambda: newest_verified(root, heads), dry_run=dry_run)
 
     return _on_thread(path, work, "a removal", holding=not dry_run)
 
@@ -151,10 +152,7 @@ def _remove(
     check_type("dry_run", dry_run, bool)
 
     def work(root: WriteRoot) -> list[int]:
-        removed = remove_steps(root, KnownHeads(root), choose, even_pinned=even_pinned, dry_run=dry_run)
-        if not dry_run:
-            forget_verified(root, removed.__contains__)
-        return removed
+        return remove_steps(root, KnownHeads(root), choose, even_pinned=even_pinned, dry_run=dry_run)
 
     return _on_thread(path, work, "a removal", holding=not dry_run)
 

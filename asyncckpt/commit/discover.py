@@ -238,25 +238,3 @@ def shown_steps(steps: list[int]) -> str:
     if len(steps) <= 8:
         return str(steps)
     return f"[{steps[0]}, {steps[1]}, ... {len(steps) - 4} more ..., {steps[-2]}, {steps[-1]}]"
-
-
-_verified: dict[tuple[object, ...], int] = {}  # The newest step of each directory.
-
-
-def mark_verified(root: ReadRoot, step: int) -> None:
-    """Remember that this process has verified a step; retention will not remove the newest such step."""
-    own = root.root.identity
-    _verified[own] = max(step, _verified.get(own, step))
-
-
-def forget_verified(root: ReadRoot, is_gone: Callable[[int], bool]) -> None:
-    """Forget the verified step if it was removed: one of its number is not verified then, and an older one may be."""
-    own = root.root.identity
-    if own in _verified and is_gone(_verified[own]):
-        del _verified[own]
-
-
-def newest_verified(root: ReadRoot) -> set[int]:
-    """Return the newest step of this directory that this process has verified, as a set of none or one."""
-    newest = _verified.get(root.root.identity)
-    return set() if newest is None else {newest}

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.transaction import Transaction
+from asyncckpt.commit.verified import newest_verified
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.held_directory import commits_of, start_retention
 from asyncckpt.engine.process.save_lock import save_lock
@@ -74,7 +74,11 @@ class CoordinatedAttempt:
             background.run(lambda: self.transaction.commit(draft), "a DCP save")
         self._claim.release()
         root, commits, held = self.root, self._commits, self._held.pop_all()
-        start_retention(commits, self._options.keep, protected=lambda: {*newest_verified(root), step}, held=held)
+
+        def protected() -> set[int]:
+            return {*newest_verified(root, commits.heads), step}
+
+        start_retention(commits, self._options.keep, protected=protected, held=held)
 
     def close(self) -> None:
         """Give the directory back; remove what an attempt without a commit left. Idempotent."""

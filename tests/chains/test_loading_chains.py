@@ -11,8 +11,9 @@ import torch
 import xxhash
 
 import asyncckpt
-from asyncckpt.commit.discover import newest_verified
+from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.verified import newest_verified
 from asyncckpt.format.manifest import ParentFacts
 from tests.chains.model import DIM, RandomChain, layer_of, load, new_table, rows_of
 from tests.chains.written import Layer, write
@@ -224,11 +225,11 @@ def test_step_that_was_read_as_a_chain_is_proved(tmp_path: Path) -> None:
     full = write(tmp_path, 1, {"user": layer_of({1: row(1)})}, pads=(9,))
     write(tmp_path, 2, {"user": layer_of({1: row(2)})}, parents=full.chain, pads=(9,))
     with CheckpointRoot.for_reading(tmp_path) as root:
-        assert newest_verified(root) == set()
+        assert newest_verified(root, KnownHeads(root)) == set()
         load(tmp_path, verify=False)
-        assert newest_verified(root) == set()
+        assert newest_verified(root, KnownHeads(root)) == set()
         load(tmp_path)
-        assert newest_verified(root) == {2}
+        assert newest_verified(root, KnownHeads(root)) == {2}
 
 
 class CheckedTable(asyncckpt.HashTable):

@@ -203,33 +203,6 @@ def test_keep_latest(tmp_path: Path) -> None:
     assert len(list((tmp_path / "data").iterdir())) == 2
 
 
-def test_retention_keeps_the_newest_verified_checkpoint(tmp_path: Path) -> None:
-    with make(tmp_path, keep=1) as saver:
-        saver.save(1)
-        asyncckpt.verify(tmp_path, 1)
-        for step in (2, 3):
-            saver.save(step)
-        saver.wait_idle(60)  # Also for retention.
-        assert asyncckpt.list_steps(tmp_path) == [1, 3]
-        asyncckpt.Loader(tmp_path, tensors={"w": torch.zeros(10)}).load()
-        saver.save(4)
-        saver.wait_idle(60)
-        assert asyncckpt.list_steps(tmp_path) == [3, 4]
-
-
-def test_a_verified_step_that_was_removed_does_not_hide_an_older_one(tmp_path: Path) -> None:
-    with make(tmp_path) as saver:
-        for step in (10, 20, 60):
-            saver.save(step)
-    asyncckpt.verify(tmp_path, 60)
-    asyncckpt.checkpoints.remove_after(tmp_path, 20)
-    asyncckpt.verify(tmp_path, 20)
-    with make(tmp_path, keep=1) as saver:
-        for step in (21, 22, 23):
-            saver.save(step)
-    assert asyncckpt.list_steps(tmp_path) == [20, 23]
-
-
 def test_a_partial_load_does_not_count_as_verified(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("t", 4, optimizer_slots={"sum": ()})
     table.lookup(torch.arange(9))

@@ -10,8 +10,9 @@ import torch
 
 import asyncckpt
 from asyncckpt.adapters import FixedTable
-from asyncckpt.commit.discover import newest_verified
+from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.verified import newest_verified
 from tests.chains.model import new_table, rows_of
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.ranks_world import IDS, Holder, Target, insert, owned, row, saved_by
@@ -61,9 +62,9 @@ def test_what_a_rank_read_of_a_sound_step_is_proved(tmp_path: Path) -> None:
     saved_by(tmp_path, 3)
     with CheckpointRoot.for_reading(tmp_path / "all") as root:
         Target(2, 3).load(tmp_path / "all", verify=False)
-        assert newest_verified(root) == set()
+        assert newest_verified(root, KnownHeads(root)) == set()
         Target(2, 3).load(tmp_path / "all")
-        assert newest_verified(root) == {5}
+        assert newest_verified(root, KnownHeads(root)) == {5}
 
 
 def test_a_shard_that_nobody_has_saved(tmp_path: Path) -> None:

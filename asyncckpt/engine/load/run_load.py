@@ -19,8 +19,9 @@ import torch
 
 from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import committed_steps, look_again, mark_verified, newest_step
+from asyncckpt.commit.discover import committed_steps, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
+from asyncckpt.commit.verified import mark_verified
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
 from asyncckpt.engine.load.verify import verify_blocks
@@ -180,7 +181,7 @@ def load_open(
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
     if is_verified:
-        mark_verified(root, chain.step)
+        mark_verified(root, chain)
     report = with_scalars(opened.report, opened.targets)
     warn_if_empty(report, strict=request.strict)
     tree = None if opened.whole is None else opened.whole.tree()

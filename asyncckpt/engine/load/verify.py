@@ -11,8 +11,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import head_in, look_again, manifests_by_step, mark_verified, newest_step
+from asyncckpt.commit.discover import head_in, look_again, manifests_by_step, newest_step
 from asyncckpt.commit.root import ReadRoot, open_root
+from asyncckpt.commit.verified import mark_verified
 from asyncckpt.errors import IOFailedError, NotFoundError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import (
@@ -51,7 +52,7 @@ def verify(root: ReadRoot, step: int | None = None, *, progress: Progress | None
             bytes_read=reader.bytes_read,
             strays=_strays(root, chain),
         )
-    mark_verified(root, chain.step)
+    mark_verified(root, chain)
     return report
 
 

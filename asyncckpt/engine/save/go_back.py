@@ -4,7 +4,7 @@ upon it any more.
 
 from __future__ import annotations
 
-from asyncckpt.commit.discover import committed_steps, forget_verified, read_head
+from asyncckpt.commit.discover import committed_steps, read_head
 from asyncckpt.commit.doubt import forget_after
 from asyncckpt.commit.retention import remove_steps
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
@@ -56,7 +56,6 @@ def go_back(target: SaveTarget, step: int) -> None:
     then all stay.
     """
     target.memory.newest = None  # Before anything goes: an interrupted wait lets the rest go.
-    forget_verified(target.root, lambda verified: verified > step)
     if target.rank == 0:
         _discard_after(target, step, dry_run=False)
         forget_after(target.commits.in_doubt, step)

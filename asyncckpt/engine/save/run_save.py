@@ -17,10 +17,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import StoreRoot
 from asyncckpt.commit.transaction import Transaction
+from asyncckpt.commit.verified import newest_verified
 from asyncckpt.coordination.messages import Outcome
 from asyncckpt.engine.process.background import committer, run_on, workers
 from asyncckpt.engine.process.future import FutureState, as_checkpoint_error
@@ -197,7 +197,11 @@ def _start_retention(job: SaveJob) -> None:
 
     def protected() -> set[int]:
         newest = target.memory.newest  # The next delta may build upon it.
-        return {step, *newest_verified(target.root), *(() if newest is None else (newest.parent.step,))}
+        return {
+            step,
+            *newest_verified(target.root, target.commits.heads),
+            *(() if newest is None else (newest.parent.step,)),
+        }
 
     timed = job.recorder.span("retention")
     started = start_retention(target.commits, target.options.keep, protected=protected, held=timed)

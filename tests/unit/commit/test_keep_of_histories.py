@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,12 +18,11 @@ from hypothesis import strategies as st
 import asyncckpt
 from asyncckpt import KeepPolicy, UsageError
 from asyncckpt.checkpoints import pin, pinned_steps, prune, remove, remove_after, unpin
-from asyncckpt.commit import discover
 from asyncckpt.format.manifest import CREATED_FORMAT
 from tests.chains.model import DIM, Rows, layer_of, load
 from tests.chains.written import Written, write
 
-EXAMPLES_COUNT = 20
+EXAMPLES_COUNT = 40
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Saved:
     loss: float | None
     pinned: bool = False
     compacted: bool = False
+    verified: bool = False
 
 
 @dataclass
@@ -107,6 +108,17 @@ class History:
         assert remove(self.root, going) == sorted(going)
         self.check(stay)
 
+    def verify(self, choice: int) -> None:
+        step = self.choose(choice)
+        asyncckpt.verify(self.root, step)
+        self.saved[step].verified = True
+
+    def empty(self) -> None:
+        """Somebody begins anew in the same directory."""
+        for path in self.root.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.saved, self.step = {}, 0
+
     def go_back(self, choice: int) -> None:
         step = self.choose(choice)
         going = sorted(above for above in self.saved if above > step)
@@ -122,6 +134,7 @@ class History:
     def wanted(self, policy: KeepPolicy) -> set[int]:
         steps = sorted(self.saved)
         wanted = {*steps[-policy.latest :], *(step for step in steps if self.saved[step].pinned)}
+        wanted |= {*[step for step in steps if self.saved[step].verified][-1:]}
         if policy.every_steps is not None:
             wanted |= {*{step // policy.every_steps: step for step in reversed(steps)}.values()}
         last = None
@@ -147,8 +160,7 @@ class History:
         assert asyncckpt.list_steps(self.root) == list(self.saved)
         assert pinned_steps(self.root) == [step for step, saved in self.saved.items() if saved.pinned]
         for step, saved in self.saved.items():
-            assert load(self.root, step) == saved.rows
-        discover._verified.clear()  # Retention keeps what was verified last.
+            assert load(self.root, step, verify=False) == saved.rows
 
 
 def check_nothing_else(history: History) -> None:
@@ -188,6 +200,8 @@ EVENTS = st.lists(
         POLICIES.map(lambda policy: ("prune", {"policy": policy})),
         CHOICES.map(lambda choice: ("pin", {"choice": choice})),
         CHOICES.map(lambda choice: ("compact", {"choice": choice})),
+        CHOICES.map(lambda choice: ("verify", {"choice": choice})),
+        st.just(("empty", dict[str, Any]())),
         CHOICES.map(lambda choice: ("go_back", {"choice": choice})),
         st.lists(CHOICES, max_size=3).map(lambda choices: ("remove", {"choices": choices})),
     ),
