@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.checkpoints import list_steps
 from asyncckpt.errors import CheckpointError, UsageError
 from asyncckpt.format.names import MANIFESTS_DIR
 from asyncckpt.integrations.lightning_io import ROOT, AsyncCheckpointIO, check_no_url, checkpoint_file
 from asyncckpt.integrations.needed import needed
+from asyncckpt.integrations.places import steps_in, upload_url
 from asyncckpt.options import KeepPolicy
 from asyncckpt.trainer_state import DataPosition, RngState
 
@@ -93,7 +93,12 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
     @property
     def ckpt_path(self) -> str | None:
         """What ckpt_path="last" means, unless another callback has saved later, by the times of what they name."""
-        return str(Path(self.dirpath, MANIFESTS_DIR)) if self._steps() else None
+        found = Path(self.dirpath, MANIFESTS_DIR)
+        if not steps_in(self.dirpath):
+            if not steps_in(upload_url(self._checkpointing)):
+                return None
+            found.mkdir(parents=True, exist_ok=True)  # Lightning takes what is there alone.
+        return str(found)
 
     @property
     def best_model_path(self) -> str:
@@ -112,6 +117,9 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if not isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
             trainer.strategy.checkpoint_io = AsyncCheckpointIO()
+        url = upload_url(self._checkpointing)
+        if url is not None:
+            trainer.strategy.checkpoint_io.uploads[os.path.realpath(self.dirpath)] = url
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint[_METRICS] = dict(trainer.callback_metrics)
@@ -189,11 +197,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
     # How it is done.
 
-    def _steps(self) -> list[int]:
-        return list_steps(self.dirpath) if Path(self.dirpath, MANIFESTS_DIR).is_dir() else []
-
     def _check_newest(self, step: int) -> None:
-        newest = max(self._steps(), default=step)
+        newest = max(steps_in(self.dirpath), default=step)
         if step < newest:
             raise UsageError(
                 f"{self.dirpath!r} holds newer steps than step {step}, which this fit would go on from",

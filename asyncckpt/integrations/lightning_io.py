@@ -19,6 +19,7 @@ from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import IOFailedError, UsageError
 from asyncckpt.format.names import MANIFESTS_DIR
 from asyncckpt.integrations.needed import needed
+from asyncckpt.integrations.places import steps_in
 from asyncckpt.integrations.synced import sync_path
 from asyncckpt.loader import Loader
 from asyncckpt.model.store_url import StoreUrl
@@ -40,13 +41,14 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
 
     A path is there once its checkpoint is durable; until then it is called `.NAME.saving`. One that is saved again
     keeps its old checkpoint until the new one is durable, and what is to be removed stays until everything before it is
-    durable. The error of a save is raised by the next call, or by `teardown`.
+    durable. The error of a save is raised by the next call, or by `teardown`. Loads take URLs of stores, too.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = {"on_busy": "queue", "keep": 1, **options}
         self._open: dict[str, _Saving] = {}
         self._to_remove: list[str] = []
+        self.uploads: dict[str, str] = {}  # Where directories are uploaded to, from which they may be lost.
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -67,9 +69,8 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return a checkpoint: the newest step of a directory, or the one that `.../step=20` names."""
-        check_no_url(path)
-        key = os.path.realpath(path)
+        """Return a checkpoint: the newest step of a directory or URL, or the one that `.../step=20` names."""
+        key = str(path) if StoreUrl.is_url(path) else os.path.realpath(path)
         if os.path.basename(key) == MANIFESTS_DIR:  # See AsyncCheckpoint.ckpt_path.
             key = os.path.dirname(key)
         if key in self._open:
@@ -80,7 +81,9 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         if os.path.isfile(key):
             theirs: dict[str, Any] = torch.load(key, map_location=map_location, weights_only=weights_only is not False)
             return theirs
-        if not os.path.exists(key):  # As Lightning says it, since its callers may catch it.
+        if key in self.uploads and not steps_in(key):
+            key = self.uploads[key]
+        if not StoreUrl.is_url(key) and not os.path.exists(key):  # As Lightning says it: its callers may catch it.
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         tree = Loader(key, step=step).load().tree
         assert isinstance(tree, dict)

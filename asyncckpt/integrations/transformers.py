@@ -38,14 +38,14 @@ from typing import TYPE_CHECKING, Any
 
 from asyncckpt.adapters.named_parts import named_parts
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.checkpoints import list_steps
-from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
+from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.integrations.needed import needed
+from asyncckpt.integrations.places import steps_in, upload_url
 from asyncckpt.integrations.pretrained import Pretrained, export_pretrained
 from asyncckpt.integrations.trainer_values import HeldRng, TrainerValues
 from asyncckpt.loader import Loader
 from asyncckpt.model.store_url import StoreUrl
-from asyncckpt.options import KeepPolicy, UploadOptions
+from asyncckpt.options import KeepPolicy
 
 __all__ = ["AsyncCheckpoint", "CheckpointMixin", "Trainer", "export_pretrained"]
 
@@ -114,7 +114,7 @@ class CheckpointMixin:
         """Return whether there is a step to resume: `train(resume_from_checkpoint=trainer.has_checkpoint())`."""
         output = self.args.output_dir
         theirs = os.path.isdir(output) and transformers.trainer_utils.get_last_checkpoint(output) is not None
-        return theirs or bool(_steps_in(self.checkpoint_dir) or self._steps_uploaded()[1])
+        return theirs or bool(steps_in(self.checkpoint_dir) or steps_in(upload_url(self._checkpointing)))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer.train does.
@@ -191,7 +191,7 @@ class CheckpointMixin:
 
     def _load_best_model(self) -> None:
         directory = Path(self.state.best_model_checkpoint)
-        if directory != self.checkpoint_dir and not _steps_in(directory):
+        if directory != self.checkpoint_dir and not steps_in(directory):
             super()._load_best_model()  # type: ignore[misc]
             return
         if self._checkpointer is not None:
@@ -270,14 +270,15 @@ class CheckpointMixin:
         named = _NAMED_STEP.fullmatch(directory.name)
         if named is not None and not directory.exists():
             directory, step = directory.parent, int(named[1])
-            directory = directory if _steps_in(directory) else directory / _FOLDER
-        elif asked is not True and not _steps_in(directory):
+            directory = directory if steps_in(directory) else directory / _FOLDER
+        elif asked is not True and not steps_in(directory):
             directory /= _FOLDER
         if own.exists() and directory.exists() and own.samefile(directory):
             directory = own
-        steps, source = _steps_in(directory), None
+        steps, source = steps_in(directory), None
         if not steps and directory == own:
-            source, steps = self._steps_uploaded()
+            source = upload_url(self._checkpointing)
+            steps = steps_in(source)
         if not steps:
             return None
         step = steps[-1] if step is None else step
@@ -288,17 +289,8 @@ class CheckpointMixin:
             raise UsageError(what, found=steps, hint="Trainer(..., discard_newer=True) removes what was saved after")
         return _Resumed(directory, step, source)
 
-    def _steps_uploaded(self) -> tuple[str | None, list[int]]:
-        """Return the URL to which checkpoints are uploaded, and which are there: where the disk was lost, as those of
-        Checkpointer.restore."""
-        upload = self._checkpointing.get("options", {}).get("upload")
-        url = upload.url if isinstance(upload, UploadOptions) else upload
-        with contextlib.suppress(NotFoundError):
-            return url, [] if url is None else list_steps(url)
-        return url, []
-
     def _check_unused(self) -> None:
-        steps = _steps_in(self.checkpoint_dir)
+        steps = steps_in(self.checkpoint_dir)
         if steps and self.args.save_strategy != "no":
             what = f"{str(self.checkpoint_dir)!r} holds another run"
             raise UsageError(what, found=steps, hint="resume_from_checkpoint=True goes on; or give another folder")
@@ -322,10 +314,6 @@ class CheckpointMixin:
 def _load(resumed: _Resumed, parts: Mapping[str, Any]) -> None:
     tables, tensors = named_parts(parts)
     Loader(resumed.source or resumed.directory, tables, tensors, step=resumed.step).load()
-
-
-def _steps_in(directory: Path) -> list[int]:
-    return list_steps(directory) if (directory / "manifests").is_dir() else []
 
 
 class Trainer(CheckpointMixin, transformers.Trainer):  # type: ignore[misc, name-defined]

@@ -63,39 +63,6 @@ def test_a_fresh_loop_does_not_wait_for_a_store_that_is_away(proxy: FaultProxy, 
     assert asyncckpt.list_steps(url) == [1]
 
 
-def test_a_trainer_of_transformers_goes_on_from_there(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    from asyncckpt.integrations.transformers import Trainer
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": self.inner(x).square().mean()}
-
-    def trained(to: int) -> tuple[bool, torch.Tensor]:
-        more = {"save_steps": 2, "max_steps": to, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 3}
-        arguments = transformers.TrainingArguments(str(tmp_path / "run"), remove_unused_columns=False, **more)
-        data = [{"x": torch.full((2,), float(number))} for number in range(99)]
-        torch.manual_seed(0)
-        trainer = Trainer(Model(), arguments, train_dataset=data, checkpointing={"options": {"upload": url}})
-        goes_on = trainer.has_checkpoint()
-        trainer.train(resume_from_checkpoint=goes_on)
-        return goes_on, trainer.model.inner.weight.detach().clone()
-
-    with pytest.raises(asyncckpt.UsageError, match="checkpoint_dir is a URL"):
-        Trainer(Model(), checkpoint_dir=url)
-    _, expected = trained(to=6)
-    asyncckpt.checkpoints.remove_after(url, 4)
-    shutil.rmtree(tmp_path / "run")
-    goes_on, found = trained(to=6)
-    assert goes_on
-    assert found.equal(expected)
-    assert (asyncckpt.list_steps(url), asyncckpt.list_steps(tmp_path / "run" / "checkpoints")) == ([2, 4, 6], [6])
-
-
 def test_it_goes_back_no_further_than_to_the_newest_step_there(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
     run(tmp_path / "lost", url, to=6)
     older, newest = asyncckpt.list_steps(url)[-2:]
