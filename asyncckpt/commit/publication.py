@@ -29,7 +29,7 @@ from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, IOFailedError
 from asyncckpt.format.names import MANIFESTS_DIR, Attempt, temporary_manifest_name
 from asyncckpt.storage.directory import Directory, io_failed
-from asyncckpt.storage.object_store import is_timeout
+from asyncckpt.storage.store_answers import is_timeout
 from asyncckpt.storage.store_folder import StoreFolder
 
 REFUSED_S_MAX = 10.0

@@ -43,7 +43,7 @@ from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory
-from asyncckpt.storage.object_store import NoBucketError
+from asyncckpt.storage.store_answers import NoBucketError
 from asyncckpt.storage.written_chunks import WrittenChunks
 
 

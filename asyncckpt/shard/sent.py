@@ -19,7 +19,8 @@ import numpy as np
 
 from asyncckpt.errors import DeadlineError, IOFailedError, SaveCancelledError
 from asyncckpt.native import U8, memory_at
-from asyncckpt.storage.object_store import is_timeout, part_bytes_of
+from asyncckpt.storage.object_store import part_bytes_of
+from asyncckpt.storage.store_answers import is_timeout
 from asyncckpt.storage.store_folder import StoreFolder
 
 _log = logging.getLogger("asyncckpt")

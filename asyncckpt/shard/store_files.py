@@ -10,10 +10,13 @@ other, is read ahead of, each time twice as far: else a checkpoint of 100,000 sm
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import numpy as np
@@ -22,7 +25,7 @@ from asyncckpt.errors import CorruptError, NotFoundError
 from asyncckpt.format.manifest import FileFacts, Manifest
 from asyncckpt.native import U8, CancelledDrain, Progress, Reads, ShortFile, core
 from asyncckpt.shard.check_header import blocks_by_file, check_header, owner_of
-from asyncckpt.signals import uninterrupted
+from asyncckpt.signals import uninterrupted, wait_in_steps
 from asyncckpt.storage.store_folder import StoreFolder
 
 REQUEST_BYTES_MAX = 8 << 20
@@ -71,6 +74,7 @@ class StoreReader:
         self._threads = max(threads, REQUESTS_AT_ONCE_MIN)
         self._keys: list[str] = []
         self._ahead: deque[_Ahead] = deque(maxlen=AHEAD_COUNT_MAX)
+        self._given_up = threading.Event()
 
     def open(self, path: str) -> int:
         """Return the number of an object, by its path in the checkpoint directory."""
@@ -79,7 +83,7 @@ class StoreReader:
 
     def begin_of(self, number: int, count: int) -> tuple[bytes, int]:
         """Return the first bytes of an object, and how many it has."""
-        raw, size = self._data.store.read(self._keys[number], begin=0, bytes=count)
+        raw, size = self._data.store.read(self._keys[number], begin=0, bytes=count, given_up=self._given_up)
         return bytes(raw), size
 
     def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
@@ -96,7 +100,15 @@ class StoreReader:
 
     def at_once(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[tuple[S, T]]:
         """Do work for all items, several at once, and give each with its result. What is not begun when one fails, or
-        when the caller has enough, is not begun any more."""
+        when the caller has enough or is interrupted, is not begun any more, and no answer is waited for."""
+        ended: SimpleQueue[Future[T]] = SimpleQueue()
+
+        def next_ended(seconds: float) -> Future[T] | None:
+            with suppress(Empty):
+                return ended.get(timeout=seconds)
+            return None
+
+        self._given_up = threading.Event()
         with ThreadPoolExecutor(min(self._threads, max(1, len(items))), "asyncckpt-fetch") as threads:
             try:
                 begun = {threads.submit(work, item): item for item in items}
@@ -104,10 +116,15 @@ class StoreReader:
                 yield from ((item, work(item)) for item in items)
                 return
             try:
-                for done in as_completed(begun, timeout=READ_S_MAX):
+                for future in begun:
+                    future.add_done_callback(ended.put)
+                for _ in begun:
                     uninterrupted.look()
+                    done = wait_in_steps(next_ended, READ_S_MAX)
+                    assert done is not None
                     yield begun[done], done.result(0)
             finally:
+                self._given_up.set()
                 for future in begun:
                     future.cancel()
 
@@ -135,7 +152,8 @@ class StoreReader:
     def _read(self, request: _Request) -> U8:
         """Return the bytes of a range, as many as there are."""
         key, size = self._keys[request.number], request.end - request.begin
-        return np.frombuffer(self._data.store.read(key, begin=request.begin, bytes=size)[0], dtype=np.uint8)
+        raw, _ = self._data.store.read(key, begin=request.begin, bytes=size, given_up=self._given_up)
+        return np.frombuffer(raw, dtype=np.uint8)
 
     def _put(self, request: _Request, found: U8, *, begin: int) -> None:
         """Put bytes of an object, which begin there, where they are wanted."""

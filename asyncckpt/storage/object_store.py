@@ -7,6 +7,9 @@ may repeat them, so an error shows of an answer its status and its code alone, a
 Each request has a deadline, and so has trying it again. obstore tries again where the store says that it is busy,
 breaks off or does not answer a read. What remains is an IOFailedError with errno ETIMEDOUT where another try may help,
 else EACCES, EIO, ...
+
+On the main thread a request does not keep signals from being heard: what a handler raises ends the call. A request
+that nobody waits for any more goes on until its deadline, or until the process ends.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
-import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +30,8 @@ from urllib.parse import urlsplit
 
 from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError, UnsupportedError, UsageError
 from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.signals import wait_in_steps
+from asyncckpt.storage.store_answers import is_timeout, refused
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -38,32 +45,9 @@ PART_BYTES_MIN = 16 << 20
 MIB = 1 << 20
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _IN_HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
-_SECONDS = re.compile(r"timed out|deadline|Timeout")
 
 T = TypeVar("T")
 _user: int | None = None  # The process that has asked a store first.
-
-# Codes of S3 for which something can be done, or the status of an answer without one: that to a HEAD has no body.
-_REFUSALS = {
-    "400": (errno.EACCES, "the credentials may have expired"),
-    "NoSuchBucket": (errno.ENOENT, "make the bucket, or correct the URL"),
-    "PermanentRedirect": (errno.ENOENT, "the bucket is in another region: set AWS_REGION"),
-    "AccessDenied": (errno.EACCES, "these credentials lack a permission, see docs/object-stores.md"),
-    "InvalidAccessKeyId": (errno.EACCES, "the store does not know this access key"),
-    "SignatureDoesNotMatch": (errno.EACCES, "the secret key is not the one of the access key"),
-    "ExpiredToken": (errno.EACCES, "the credentials have expired: get new ones"),
-    "InvalidToken": (errno.EACCES, "the session token is not valid"),
-    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine is wrong"),
-    "QuotaExceeded": (errno.EDQUOT, "the quota of the bucket is used up"),
-}
-_OF_STATUS = {
-    401: (errno.EACCES, "credentials are missing or not valid"),
-    403: (errno.EACCES, "there are no credentials, or they lack a permission, see docs/object-stores.md"),
-    404: (errno.ENOENT, "is there such a bucket?"),
-    416: (errno.ERANGE, None),
-}
 
 
 @dataclass(frozen=True)
@@ -82,10 +66,6 @@ class Found:
     key: str
     bytes: int
     tag: str
-
-
-class NoBucketError(NotFoundError):
-    """There is no such bucket, or it is elsewhere: nothing will come to be at this URL."""
 
 
 class ObjectStore:
@@ -127,10 +107,11 @@ class ObjectStore:
             return None
         return Found(key, meta["size"], meta["e_tag"] or "")
 
-    def read(self, key: str, *, begin: int, bytes: int) -> tuple[Any, int]:
+    def read(self, key: str, *, begin: int, bytes: int, given_up: threading.Event | None = None) -> tuple[Any, int]:
         """Return a range of an object, as a buffer, and how many bytes the object has. NotFoundError.
 
-        Less than the range where the object ends, and nothing where it ends before it.
+        Less than the range where the object ends, and nothing where it ends before it. given_up: where it is set, this
+        waits no longer, and raises IOFailedError.
         """
 
         def ask() -> tuple[Any, int]:
@@ -138,7 +119,7 @@ class ObjectStore:
             return answer.bytes(), answer.meta["size"]
 
         try:
-            return self._ask("object cannot be read", key, ask)
+            return self._ask("object cannot be read", key, ask, given_up=given_up)
         except IOFailedError as error:
             if error.errno != errno.ERANGE:
                 raise
@@ -206,7 +187,7 @@ class ObjectStore:
                 if not is_unanswered or time.monotonic() + pause_s > until:
                     raise IOFailedError(error.what, errno=errno.ETIMEDOUT, hint=error.hint) from None
                 may_come = True
-            time.sleep(pause_s)
+            wait_in_steps(time.sleep, pause_s)
             pause_s *= 2
 
     def put(self, key: str, parts: Iterable[Any], *, part_bytes: int, parallel: int) -> None:
@@ -231,7 +212,7 @@ class ObjectStore:
             )
 
         try:
-            self._ask("object cannot be uploaded", key, ask)
+            self._ask("object cannot be uploaded", key, ask, is_heard=False)  # Parts are the caller's memory.
         except CheckpointError:
             if taken.error is not None:
                 raise taken.error from None
@@ -254,25 +235,38 @@ class ObjectStore:
             except CheckpointError as error:
                 if not is_timeout(error) or time.monotonic() + pause_s > until:
                     raise
-            time.sleep(pause_s)
+            wait_in_steps(time.sleep, pause_s)
             pause_s *= 2
 
-    def _ask(self, what: str, key: str, ask: Callable[[], T]) -> T:
+    def _ask(
+        self,
+        what: str,
+        key: str,
+        ask: Callable[[], T],
+        *,
+        is_heard: bool = True,
+        given_up: threading.Event | None = None,
+    ) -> T:
         """Ask the store, and wrap what obstore raises, without its text: an answer may hold a key or a token.
 
-        UsageError in a child that was forked behind the first use of a store.
+        is_heard: whether signals are heard meanwhile. UsageError in a child that was forked behind the first use of a
+        store.
         """
         _check_not_forked()
-        url = self.url / key if key else self.url
-        try:
-            return ask()
-        except CheckpointError:
-            raise
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Of obstore's own.
+
+        def answer() -> T:
+            try:
+                return ask()
+            except CheckpointError:
                 raise
-            failed = refused(f"{what}: {str(url)!r}", error)
-        raise failed  # Outside of the handler, so that the answer is not kept beside it.
+            except BaseException as error:
+                if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Of obstore's own.
+                    raise
+                failed = refused(f"{what}: {str(self.url / key if key else self.url)!r}", error)
+            raise failed  # Outside of the handler, so that the answer is not kept beside it.
+
+        is_waited_for = is_heard and threading.current_thread() is threading.main_thread()
+        return _in_steps(answer, given_up) if is_waited_for or given_up is not None else answer()
 
 
 class _Parts:
@@ -295,42 +289,35 @@ class _Parts:
             raise
 
 
+def _in_steps(ask: Callable[[], T], given_up: threading.Event | None) -> T:
+    """Ask on a thread of its own, and wait in steps: obstore hears nothing, and may wait for a minute.
+
+    A daemon: nothing shall wait for what nobody waits for any more.
+    """
+    asked: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            asked.set_result(ask())
+        except BaseException as error:
+            asked.set_exception(error)
+
+    def look(seconds: float) -> bool:
+        if given_up is not None and given_up.is_set():
+            raise IOFailedError("a request was given up: nobody waits for it any more", errno=errno.ECANCELED)
+        return not wait([asked], seconds).not_done
+
+    try:
+        threading.Thread(target=run, name="asyncckpt-request", daemon=True).start()
+    except RuntimeError:  # No thread can be started, at the end of the interpreter or at a limit.
+        return ask()
+    wait_in_steps(look, math.inf)
+    return asked.result(0)
+
+
 def part_bytes_of(bytes: int) -> int:
     """Return the bytes of each part of an object, so that there are not more parts than a store takes."""
     return max(PART_BYTES_MIN, -(-bytes // (PARTS_MAX * MIB)) * MIB)
-
-
-def is_timeout(error: BaseException) -> bool:
-    """Return whether a request was not answered, or not to the point: another try may help."""
-    return isinstance(error, IOFailedError) and error.errno == errno.ETIMEDOUT
-
-
-def refused(what: str, error: BaseException) -> CheckpointError:
-    """Return an error of obstore as one of this library."""
-    text = str(error).partition("Debug source")[0]
-    if isinstance(error, FileNotFoundError) and "<Code>NoSuchBucket" not in text:
-        return NotFoundError(f"{what}: it does not exist")
-    if "builder error" in text:
-        return UsageError(f"{what}: the endpoint is not https", hint="to allow http, set AWS_ALLOW_HTTP=true")
-    status = int(found.group(1)) if (found := _STATUS.search(text)) else None
-    code = found.group(1) if (found := _CODE.search(text)) else None
-    if "redirect without LOCATION" in text:  # Of which obstore does not show the answer.
-        status, code = 301, "PermanentRedirect"
-    reason = " ".join(str(part) for part in (status, code) if part is not None)
-    if code == "NotImplemented" or status == 501:
-        return UnsupportedError(f"{what}: the store does not support this request: {reason}")
-    number, hint = _REFUSALS.get(code or f"{status}") or _OF_STATUS.get(status or 0) or (0, None)
-    if number == errno.ENOENT:
-        return NoBucketError(f"{what}: the store refused: {reason} ({hint})")
-    if number:
-        return IOFailedError(f"{what}: the store refused: {reason}", errno=number, hint=hint)
-    if status is not None and status < 500 and status not in (408, 409, 429):
-        return IOFailedError(f"{what}: the store refused: {reason}", errno=errno.EIO)
-    if status is not None:
-        return IOFailedError(f"{what}: the store is busy or broken: {reason}", errno=errno.ETIMEDOUT)
-    slow = "it did not answer in time" if _SECONDS.search(str(error)) else "the connection failed"
-    hint = "is the endpoint right, and the network up?"
-    return IOFailedError(f"{what}: {slow}", errno=errno.ETIMEDOUT, hint=hint)
 
 
 def _check_not_forked() -> None:

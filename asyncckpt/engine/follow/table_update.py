@@ -41,7 +41,7 @@ from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.layer_rows import IdsReader
-from asyncckpt.storage.object_store import NoBucketError
+from asyncckpt.storage.store_answers import NoBucketError
 
 
 @runtime_checkable

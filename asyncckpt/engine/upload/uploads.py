@@ -40,7 +40,8 @@ from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import UploadOptions
 from asyncckpt.pipeline.threads import register_at_exit
 from asyncckpt.signals import uninterrupted, wait_until_done
-from asyncckpt.storage.object_store import ObjectStore, StoreLimits, is_timeout
+from asyncckpt.storage.object_store import ObjectStore, StoreLimits
+from asyncckpt.storage.store_answers import is_timeout
 
 FIRST_PAUSE_S = 0.2
 PAUSE_S_MAX = 30.0
