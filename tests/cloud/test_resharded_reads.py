@@ -74,8 +74,8 @@ def test_readers_read_little_more_than_they_need(
             saver.save(0)
     read, plain = [], ObjectStore.read
 
-    def counted(self: ObjectStore, key: str, *, begin: int, bytes: int) -> Any:
-        raw, size = plain(self, key, begin=begin, bytes=bytes)
+    def counted(self: ObjectStore, key: str, *, begin: int, bytes: int, **more: Any) -> Any:
+        raw, size = plain(self, key, begin=begin, bytes=bytes, **more)
         read.append(len(raw))
         return raw, size
 

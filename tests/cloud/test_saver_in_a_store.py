@@ -208,9 +208,9 @@ def test_no_call_of_the_loop_asks_the_store(owner: seaweed.Server, url: str, mon
     table, asking, ask = asyncckpt.HashTable("t", 2), set(), ObjectStore._ask
     table.insert(torch.arange(9), torch.zeros(9, 2))
 
-    def noted(self: ObjectStore, *arguments: Any) -> Any:
+    def noted(self: ObjectStore, *arguments: Any, **options: Any) -> Any:
         asking.add(threading.get_ident())
-        return ask(self, *arguments)
+        return ask(self, *arguments, **options)
 
     with asyncckpt.Saver(path=url, hashtables={"t": table}, tensors=state(), keep=2) as saver:
         saver.save(0)
