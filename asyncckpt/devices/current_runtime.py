@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from asyncckpt.devices.contract import Runtime
@@ -13,6 +14,8 @@ from asyncckpt.errors import UsageError
 
 _cuda = CudaRuntime()
 _instead: list[Runtime] = []
+_MEMORY = np.zeros(1, dtype=np.uint8)
+_ADDRESS = _MEMORY.ctypes.data
 
 
 def runtime() -> Runtime | None:
@@ -66,7 +69,18 @@ class CallerStreams:
 
 
 def check_not_capturing(what: str) -> None:
-    """Raise UsageError, naming the call `what`, if this thread's work is being captured into a graph."""
+    """Raise UsageError, naming the call `what`, if this thread's work is captured into a graph, or traced."""
     found = runtime()
     if found is not None and found.is_capturing():
         raise UsageError(f"{what} was called while a graph is being captured", hint="call it between replays")
+    if not _takes_memory():
+        raise UsageError(f"{what} was called in a function that torch traces or transforms", hint="call it outside")
+
+
+def _takes_memory() -> bool:
+    """Return whether torch's tensors are over the memory that they are given: where it traces they are copies of it."""
+    made = torch.from_numpy(_MEMORY)
+    try:
+        return type(made) is torch.Tensor and made.data_ptr() == _ADDRESS
+    except RuntimeError:  # It has none: torch.func.grad.
+        return False

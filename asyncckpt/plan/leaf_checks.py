@@ -12,6 +12,7 @@ from asyncckpt.format.dtypes import stored_dtype
 
 BLOW_UP_BYTES_MAX = 16 << 20
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -26,6 +27,11 @@ def check_leaf(tensor: torch.Tensor, name: str) -> None:
         raise UsageError(f"tensor {name!r} is not initialised", found=kind.__name__)
     if tensor.is_meta:
         raise UnsupportedError(f"tensor {name!r} is on the meta device and has no data")
+    if is_transformed(tensor):
+        raise UnsupportedError(
+            f"tensor {name!r} is one of a transform of torch.func, which has no memory",
+            hint="save outside of it, and what it returns",
+        )
     if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
         raise UnsupportedError(
             f"tensor {name!r} is of a subclass whose storage is not its value",

@@ -15,6 +15,7 @@ import torch
 
 from asyncckpt.native.tensors import Places
 from asyncckpt.native.torch_calls import KnownTensors
+from asyncckpt.plan.leaf_checks import is_transformed
 
 _kind = attrgetter("dtype", "is_cpu", "layout")
 _Reader = Callable[[torch.Tensor], Any]
@@ -25,7 +26,7 @@ class LeafFacts:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Read the facts of tensors that passed check_leaf."""
-        read: list[_Reader] = [torch.Tensor.size, _kind, torch.Tensor.stride, torch.Tensor.is_neg]
+        read: list[_Reader] = [torch.Tensor.size, _kind, torch.Tensor.stride, torch.Tensor.is_neg, is_transformed]
         if not all(tensor.is_cpu for tensor in tensors):
             read.append(torch.Tensor.get_device)
         if any(tensor.dtype.is_complex for tensor in tensors):

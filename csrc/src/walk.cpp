@@ -54,6 +54,21 @@ class Python {
   const ac_python& found_;
 };
 
+// A reference that is given back, also where a word behind it is refused.
+class Held {
+ public:
+  Held(const Python& python, Object object) : python_(python), object_(object) {}
+  ~Held() { python_.let_go(object_); }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+  Object get() const { return object_; }
+
+ private:
+  const Python& python_;
+  Object object_;
+};
+
 class Walk {
  public:
   Walk(const Python& python, const uint64_t* words, uint64_t words_count, Object* found, uint64_t slots)
@@ -134,11 +149,8 @@ class Walk {
   bool own(Object object) {
     const uint64_t slot = word();
     if (slot != AC_WALK_NO_SLOT) put(object, slot);
-    const Object attributes = python_.dict_of(object);
-    if (attributes == nullptr) return false;
-    const bool is_alike = visit(attributes);
-    python_.let_go(attributes);  // The object still has it.
-    return is_alike;
+    const Held attributes(python_, python_.dict_of(object));  // The object has it, too.
+    return attributes.get() != nullptr && visit(attributes.get());
   }
 
   const Python& python_;

@@ -249,6 +249,22 @@ def test_a_write_past_the_table_is_refused_by_name(
         assert wrong_in(tmp_path, 2, before) == []
 
 
+def test_an_audit_tells_nothing_of_a_save_that_is_refused(
+    tmp_path: Path, gate: gates.Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would call rows unmarked that were touched behind the call."""
+    job = Job()
+    with job.saver(tmp_path, debug=asyncckpt.DebugOptions(audit=True)) as saver:
+        saver.save(1)
+        with gate.held():
+            future = saver.save_async(2)
+            gate.await_copier()
+            uncounted(job.tables[0])
+        assert isinstance(future.exception(30), asyncckpt.UsageError)
+        assert saver.save(3).missed_ids == {}
+    assert "without a mark" not in caplog.text
+
+
 def test_a_save_that_is_cancelled_leaves_no_watcher_and_no_trust_in_its_arena(tmp_path: Path, gate: gates.Gate) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:

@@ -90,6 +90,7 @@ def run_load(
 
     on_read: called when all is read, and the load goes to its end; False when it was cancelled instead.
     """
+    check_not_capturing("a load")
     passed_over: dict[int, Exception] = {}
     step: int | None = None
 

@@ -41,14 +41,14 @@ class Selections:
 
     rows: Mapping[int, Selection] = field(default_factory=dict)
     fingerprints: Mapping[str, RowFingerprints] = field(default_factory=dict)
-    missed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    missed: Mapping[str, I64] = field(default_factory=dict)
 
 
 def select_rows(job: SaveJob) -> Selections:
     """Fingerprint the rows of the tables that are compared, and choose those that a delta writes."""
     rows: dict[int, Selection] = {}
     fingerprints: dict[str, RowFingerprints] = {}
-    missed: dict[str, tuple[int, ...]] = {}
+    missed: dict[str, I64] = {}
     for table in job.captured:
         if not _is_compared(job, table):
             continue
@@ -64,11 +64,27 @@ def select_rows(job: SaveJob) -> Selections:
             marked_positions = table.places.of_rows(marked)
             unmarked = np.setdiff1d(positions, marked_positions)
             if len(unmarked):
-                missed[name] = _missed(now.ids[unmarked], name)
+                missed[name] = now.ids[unmarked]
             positions = np.union1d(positions, marked_positions)
         if job.choice.base is not None and name in job.choice.base.tables:
             rows[number] = Selection(positions=positions, removed=removed)
     return Selections(rows=rows, fingerprints=fingerprints, missed=missed)
+
+
+def tell_missed(missed: Mapping[str, I64]) -> Mapping[str, tuple[int, ...]]:
+    """Log by table the ids whose mark was missing, and return the first of each.
+
+    When the save has committed: one that is refused may have copied what was written, and marked, behind its call.
+    """
+    for table, ids in missed.items():
+        log_warning(
+            "%d rows of table %r were changed without a mark, the first one of id %d, in a way that torch does not "
+            "count: write them by update(rows, function), or call touch(rows)",
+            len(ids),
+            table,
+            int(ids[0]),
+        )
+    return {table: tuple(ids[:MISSED_IDS_MAX].tolist()) for table, ids in missed.items()}
 
 
 def _is_compared(job: SaveJob, table: CapturedTable) -> bool:
@@ -78,17 +94,6 @@ def _is_compared(job: SaveJob, table: CapturedTable) -> bool:
     if table.version is None:
         return options.deltas is not None
     return options.debug.audit or job.choice.tables[table.region.table].is_lost
-
-
-def _missed(ids: I64, table: str) -> tuple[int, ...]:
-    log_warning(
-        "%d rows of table %r were changed without a mark, the first one of id %d, in a way that torch does not count: "
-        "write them by update(rows, function), or call touch(rows)",
-        len(ids),
-        table,
-        int(ids[0]),
-    )
-    return tuple(int(id) for id in ids[:MISSED_IDS_MAX])
 
 
 def _fingerprints(job: SaveJob, table: CapturedTable) -> RowFingerprints:

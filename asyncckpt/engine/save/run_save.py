@@ -30,6 +30,7 @@ from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.ranks.in_turn import save_in_turn
 from asyncckpt.engine.ranks.rank_save import save_with_ranks
 from asyncckpt.engine.save.delta_chain import ChainLink, TableLink
+from asyncckpt.engine.save.row_fingerprints import tell_missed
 from asyncckpt.engine.save.save_job import Committed, SaveJob
 from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
@@ -127,7 +128,7 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         rows_count=sum(facts.rows_count for facts in written.tables),
         rows_copied=sum(facts.rows_count for facts in job.plan.tables)
         + sum(table.copied_count for table in job.captured),
-        missed_ids=written.missed,
+        missed_ids=tell_missed(written.missed),
         waits_for=committed.waits_for,
     )
 

@@ -32,7 +32,7 @@ from asyncckpt.format.write_manifest import BodyTemplate
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.event import Recorder, unix_time
 from asyncckpt.model.table import Table
-from asyncckpt.native import U8
+from asyncckpt.native import I64, U8
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import FilterFunction
 from asyncckpt.pipeline.fingerprints import RowFingerprints
@@ -213,7 +213,7 @@ class Written:
     tables: tuple[TableFacts, ...]
     dense_structure: str | None = None
     fingerprints: Mapping[str, RowFingerprints] = field(default_factory=dict)
-    missed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    missed: Mapping[str, I64] = field(default_factory=dict)
 
     @property
     def structure(self) -> str:
