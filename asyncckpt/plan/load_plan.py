@@ -341,7 +341,8 @@ def _raise_problems(problems: list[str], step: int, *, hint: str) -> None:
         return
     shown = "; ".join(problems[:PROBLEMS_SHOWN_MAX])
     more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     raise IncompatibleError(
-        f"checkpoint of step {step} does not fit the model, {len(problems)} problems: {shown}{more}",
+        f"checkpoint of step {step} does not fit the model, {count}: {shown}{more}",
         hint=f"nothing was changed; a Loader with strict=False lets missing and unexpected entries pass{hint}",
     )
