@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +15,18 @@ import asyncckpt
 import asyncckpt.checkpoints
 from asyncckpt.commit.discover import read_head
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.ranks import open_directory
 from asyncckpt.engine.upload.upload_attempt import upload_attempt
 from asyncckpt.filters import WriteBlock
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.store_url import StoreUrl
-from asyncckpt.native import memory_at
-from asyncckpt.plan import image
-from asyncckpt.shard import drain, sent
-from asyncckpt.staging.pool import pool
-from asyncckpt.storage import object_store
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, Request, first
+from tests.cloud.small_parts import is_equal, keys, objects, small_parts, state
 
-PART_BYTES = 5 << 20  # The least that S3 takes.
-FILE_BYTES = 8 << 20
+__all__ = ["small_parts"]  # A fixture.
 
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let small checkpoints have several files, one of them of several parts, and requests end soon."""
-    monkeypatch.setattr(object_store, "PART_BYTES_MIN", PART_BYTES)
-    monkeypatch.setattr(image, "FILE_TARGET_BYTES", FILE_BYTES)
-    monkeypatch.setattr(open_directory, "STORE_LIMITS", object_store.StoreLimits(request_s=2.0, retry_s=4.0))
-
-
-def state(value: float = 1.0) -> dict[str, torch.Tensor]:
-    return {"weight": torch.full((3 << 20,), value), "bias": torch.full((1000,), value)}
-
-
-def is_equal(loaded: dict[str, Any], value: float) -> bool:
-    return all(torch.equal(loaded[name], tensor) for name, tensor in state(value).items())
-
-
-def objects(url: str, folder: str = "data") -> set[str]:
-    return keys(ObjectStore(StoreUrl.of(url)), folder)
-
-
-def is_released(view: memoryview) -> bool:
-    try:
-        return view.nbytes < 0
-    except ValueError:
-        return True
-
-
-def keys(store: ObjectStore, folder: str = "data") -> set[str]:
-    return {found.key for found in store.below(folder)}
+pytestmark = pytest.mark.usefixtures("small_parts")
 
 
 @pytest.fixture
@@ -255,73 +215,6 @@ def test_a_save_asks_as_often_as_the_page_says(proxy: FaultProxy, url: str) -> N
     assert kinds == {"begin upload": 1, "part": 3, "complete upload": 1, "put": 1, "list": 7, "head": 2}
 
 
-@pytest.mark.parametrize("by_upload", [True, False])
-def test_a_line_that_is_too_slow_for_many_parts_at_once_gets_fewer(
-    owner: seaweed.Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_upload: bool
-) -> None:
-    put, asked = ObjectStore.put, []
-
-    def slow(self: ObjectStore, key: str, parts: Any, *, part_bytes: int, parallel: int) -> None:
-        asked.append(parallel)
-        if parallel > 1:
-            raise asyncckpt.IOFailedError("it did not answer in time", errno=errno.ETIMEDOUT)
-        put(self, key, parts, part_bytes=part_bytes, parallel=parallel)
-
-    monkeypatch.setattr(ObjectStore, "put", slow)
-    where: dict[str, Any] = {"path": tmp_path / "ckpt", "upload": url} if by_upload else {"path": url}
-    with asyncckpt.Saver(tensors=state(), parallel=1, **where) as saver:
-        saver.save_async(0).wait_uploaded(60)
-    assert asked == [4, 2, 1]
-
-
-def test_what_is_sent_is_the_arena_itself(owner: seaweed.Server, url: str) -> None:
-    """In a process of its own: no second copy of 256 MiB is ever made."""
-    program = """
-import resource, sys, torch, asyncckpt
-MIB = 1 << 20
-tensors = {"w": torch.zeros(64 * MIB), "small": torch.zeros(10)}
-with asyncckpt.Saver(path=sys.argv[1], tensors=tensors) as saver:
-    saver.prepare().result(60)
-    asyncckpt.save(sys.argv[1] + "/first", {"small": tensors["small"]}, step=0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    saver.save_async(0).result(60)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - before)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, url], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 100
-
-
-def test_an_arena_is_given_back_when_nothing_reads_it(
-    proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also behind an upload that fails while its parts are on their way."""
-    views: list[memoryview] = []
-    release = pool.release
-    left: list[int] = []
-
-    def noted(address: int, bytes: int) -> memoryview:
-        views.append(memory_at(address, bytes))
-        return views[-1]
-
-    def released(arena: Any) -> None:
-        left.append(sum(not is_released(view) for view in views))
-        release(arena)
-
-    monkeypatch.setattr(sent, "memory_at", noted)
-    monkeypatch.setattr(pool, "release", released)
-    with asyncckpt.Saver(path=url, tensors=state(), parallel=2) as saver:
-        proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if request.kind == "part" else None
-        with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
-            saver.save_async(0).result()
-        proxy.fault = lambda request: None
-        saver.save_async(0).result()
-    assert len(views) > 3
-    assert left == [0, 0]
-
-
 def test_a_store_that_fails_for_a_while_is_tried_again(
     proxy: FaultProxy, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -351,37 +244,6 @@ def test_a_cancelled_save_leaves_nothing(proxy: FaultProxy, url: str) -> None:
         assert objects(url) == set()
         saver.save(0)
     assert is_equal(asyncckpt.load(url), 1)
-
-
-@pytest.mark.parametrize("parts_before", range(4))
-def test_a_cancelled_save_ends_at_any_part(
-    proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch, parts_before: int
-) -> None:
-    """Also when the parts before are on their way, and answered with errors: who waits for them gets them back."""
-    future: list[asyncckpt.SaveFuture] = []
-    monkeypatch.setattr(sent, "LET_GO_S_MAX", 20.0)
-    send_file = sent.send_file
-
-    def cancelled(folder: Any, name: str, pieces: Any, *, sent: Any, check: Callable[[], None]) -> None:
-        taken = itertools.count()
-
-        def look() -> None:
-            if next(taken) == parts_before:
-                while not future or (parts_before > 1 and not proxy.of_kind("part")):
-                    time.sleep(0.01)
-                assert future[0].cancel()
-            check()
-
-        send_file(folder, name, pieces, sent=sent, check=look)
-
-    monkeypatch.setattr(drain, "send_file", cancelled)
-    with asyncckpt.Saver(path=url, tensors={"weight": torch.ones(5 << 20)}, parallel=2) as saver:
-        proxy.fault = lambda request: Fault(answer=(503, "SlowDown")) if request.kind == "part" else None
-        future.append(saver.save_async(0))
-        with pytest.raises(asyncckpt.SaveCancelledError):
-            future[0].result()
-        proxy.fault = lambda request: None
-        assert objects(url) == set()
 
 
 def test_what_needs_a_disk_is_refused(owner: seaweed.Server, url: str) -> None:
