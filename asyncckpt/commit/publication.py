@@ -49,10 +49,6 @@ class Publication(Protocol):
         """Make the manifest durable, where it has no name yet that a reader looks for."""
         ...
 
-    def check_place(self, what: str) -> None:
-        """Check that what is published will be found where it was written. ConflictError. what: was done meanwhile."""
-        ...
-
     def check_folder(self, what: str) -> Directory | None:
         """Check that the attempt's folder is the one that was made; return it where files are held by it."""
         ...
@@ -100,11 +96,6 @@ class FilePublication:
             if self._durable:
                 system.fsync(self._file.fileno())
 
-    def check_place(self, what: str) -> None:
-        root = self._root
-        if not root.root.is_still(root.path):
-            raise ConflictError(f"checkpoint directory {str(root.path)!r} was moved or replaced while {what}")
-
     def check_folder(self, what: str) -> Directory | None:
         if not self._root.data.has(self._attempt.directory, self._folder.identity):
             raise folder_removed(self._folder, what)
@@ -149,9 +140,6 @@ class ObjectPublication:
 
     def settle(self) -> None:
         """Objects are durable."""
-
-    def check_place(self, what: str) -> None:
-        """A URL leads where it led."""
 
     def check_folder(self, what: str) -> Directory | None:
         return None

@@ -7,10 +7,9 @@ A checkpoint exists from the moment its manifest has its final name; before that
    are prepared.
 2. `commit` encodes the manifest and proves that readers will accept it (proof.py).
 3. It syncs the attempt's folder, so that the names of the files are durable; writes manifests/.m-<attempt>, syncs it.
-4. It proves the rest right before the rename: the directory and the folder are where they were, the LOCK is ours, every
-   file is there by its name with its size, and one that this process wrote is the very same file; what a delta builds
-   upon is there; nobody is about to remove any of it (removal.py); the manifest that a compacted one replaces is the
-   one that was read.
+4. It proves the rest right before the rename: directory, folders and the LOCK are where they were; every file is there
+   by its name with its size, and one that this process wrote is the very same file; what a delta builds upon is there;
+   nobody is about to remove any of it (removal.py); what a compacted one replaces is the manifest that was read.
 5. It marks the attempt for upload, where that is wanted (upload_marks.py), and renames the manifest to
    manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is
    there, gets the name manifests/<step>.full.json.
@@ -267,7 +266,7 @@ class Transaction:
 
     def _publish(self, head: ManifestHead) -> None:
         self._publication.settle()
-        self._publication.check_place(self._what)
+        self._root.check_in_place(self._what)
         self._check_others(head)
         if self._commits.uploader is not None:
             mark_upload(self._root, self.attempt)
@@ -348,7 +347,7 @@ class Transaction:
             raise self._doubt(head.file_name, error) from error
 
     def _check_after(self, head: ManifestHead) -> None:
-        self._publication.check_place(self._what)
+        self._root.check_in_place(self._what)
         if head.replaces is not None:
             self._check_replaced(head, head.replaces)
         self._check_stays(head)  # The last look is that at the files.
