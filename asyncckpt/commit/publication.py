@@ -3,7 +3,7 @@
     a disk                                               a store
     a temporary file, written and synced                 nothing is made before the PUT
     a rename that refuses to replace                     PUT with If-None-Match
-    the folder above is synced, else it is in doubt      answered, it is durable; found there, too
+    the folder above is synced, else it is in doubt      it is read back, else it is in doubt
     the attempt's folder is where it was made            a key holds the id of the attempt: nobody else uses it
 
 A PUT that was not answered may still come to its end: until the manifest is found, such a commit is in doubt.
@@ -61,7 +61,9 @@ class Publication(Protocol):
         """Return whether it is not known, after an error of `publish`, what will be there. is_ours: it was found."""
         ...
 
-    def sync(self) -> None: ...
+    def sync(self, name: str) -> None:
+        """Make what was published durable, or look that it is. IOFailedError."""
+        ...
 
     def discard(self) -> None:
         """Remove what was written and not published. Never raises."""
@@ -107,7 +109,7 @@ class FilePublication:
     def is_open(self, error: Exception, *, is_ours: bool) -> bool:
         return is_ours
 
-    def sync(self) -> None:
+    def sync(self, name: str) -> None:
         if self._durable:
             self._root.manifests.sync()
 
@@ -165,8 +167,8 @@ class ObjectPublication:
     def is_open(self, error: Exception, *, is_ours: bool) -> bool:
         return not is_ours and (is_timeout(error) or not isinstance(error, CheckpointError))
 
-    def sync(self) -> None:
-        """Objects are durable."""
+    def sync(self, name: str) -> None:
+        self._root.store.check_kept(f"{MANIFESTS_DIR}/{name}", self._raw)
 
     def discard(self) -> None:
         """What was not published was not put."""

@@ -13,7 +13,7 @@ A checkpoint exists from the moment its manifest has its final name; before that
 5. It marks the attempt for upload, where that is wanted (upload_marks.py), and renames the manifest to
    manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is
    there, gets the name manifests/<step>.full.json.
-6. It syncs manifests/: durable.
+6. It syncs manifests/, or in a store reads the manifest back: durable.
 7. It looks at folder and files once more: a writer without a working lock, or a cleaner, may have removed them between
    4 and 5. Only now is the save acknowledged.
 
@@ -341,7 +341,7 @@ class Transaction:
 
     def _make_durable(self, head: ManifestHead) -> None:
         try:
-            self._publication.sync()
+            self._publication.sync(head.file_name)
             self._check_after(head)
         except Exception as error:  # Of any kind: what is published keeps its files.
             raise self._doubt(head.file_name, error) from error
@@ -367,6 +367,7 @@ class Transaction:
         def send() -> None:
             self._check_others(head)
             self._give_name(head.file_name)
+            self._publication.sync(head.file_name)
 
         if find_manifest(self._root, self.attempt, head.file_name) is not None or doubt.send_anew(send):
             self._check_after(head)

@@ -57,6 +57,17 @@ def test_a_key_is_made_once(store: ObjectStore) -> None:
     assert store.read_whole("manifests/1", bytes_max=99) == b"first"
 
 
+@pytest.mark.parametrize("there", [None, b"other", b"more than that"])
+def test_what_was_not_kept_is_noticed(store: ObjectStore, there: bytes | None) -> None:
+    if there is not None:
+        store.put_new("manifests/1", there)
+    with pytest.raises(IOFailedError, match="was made, and is not there, or another one is"):
+        store.check_kept("manifests/1", b"first")
+    store.remove("manifests/1")
+    store.put_new("manifests/1", b"first")
+    store.check_kept("manifests/1", b"first")
+
+
 def test_parts_become_one_object(store: ObjectStore) -> None:
     raw = random_bytes(2 * PART_BYTES + 77)
     store.put(
