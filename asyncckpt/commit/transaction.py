@@ -2,9 +2,9 @@
 
 A checkpoint exists from the moment its manifest has its final name; before that, readers do not see it.
 
-1. `begin`: sweep what failed saves left (but for a compaction); make data/<step>-<attempt>/ and sync data/. The shard
-   room writes and syncs files in it, on whichever rank; other ranks look at their own files before they say that they
-   are prepared.
+1. `begin`: look whether the directory is where it was; sweep what failed saves left (but for a compaction); make
+   data/<step>-<attempt>/ and sync data/. The shard room writes and syncs files in it, on whichever rank; other ranks
+   look at their own files before they say that they are prepared.
 2. `commit` encodes the manifest and proves that readers will accept it (proof.py).
 3. It syncs the attempt's folder, so that the names of the files are durable; writes manifests/.m-<attempt>, syncs it.
 4. It proves the rest right before the rename: directory, folders and the LOCK are where they were; every file is there
@@ -147,6 +147,10 @@ class Published:
     manifest_bytes: int
 
 
+def _done(claim: Claim) -> str:
+    return f"step {claim.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
+
+
 class Transaction:
     """One attempt at a claimed step; see above. Close it, in any case; the claim stays the caller's."""
 
@@ -161,14 +165,15 @@ class Transaction:
         self._root = commits.root
         self._state: Literal["begun", "committing", "committed", "abandoned", "in doubt"] = "begun"
         self._pid = os.getpid()
-        self._what = f"step {claim.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
+        self._what = _done(claim)
 
     @staticmethod
     def begin(
         commits: Commits, claim: Claim, recorder: Recorder = NOT_RECORDED, *, goes_on: bool = False
     ) -> Transaction:
-        """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`."""
+        """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`. ConflictError."""
         with recorder.span("begin"):
+            commits.root.check_in_place(_done(claim))
             if claim.kind == "save":
                 forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
             settle(commits.in_doubt)

@@ -206,6 +206,25 @@ def test_case_054_folders_of_a_root_moved_between_saves(tmp_path: Path, names: l
     assert float(asyncckpt.load(root, step=2)["x"][0]) == 1
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_case_054_root_that_is_gone_is_named_before_anything_is_written(tmp_path: Path, is_moved: bool) -> None:
+    """`rm -r run`, or `mv run elsewhere`, beside an open Saver. What was put aside is not swept."""
+    root, moved = tmp_path / "root", tmp_path / "moved"
+    with asyncckpt.Saver(path=root, tensors={"w": torch.ones(3)}) as saver:
+        saver.save(0)
+        stray = f"{1:012d}-{'0' * 32}"
+        (root / "data" / stray).mkdir()
+        if is_moved:
+            root.rename(moved)
+        else:
+            shutil.rmtree(root)
+        future = saver.save_async(1)
+        with pytest.raises(asyncckpt.ConflictError, match="was moved or replaced while step 1 was saved"):
+            future.result()
+    assert not root.exists()
+    assert not is_moved or (moved / "data" / stray).exists()
+
+
 # -- 55 to 57: what is no path -----------------------------------------------------------------------------------------
 
 NO_PATHS = {
