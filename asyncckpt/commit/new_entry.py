@@ -93,13 +93,15 @@ class NewEntry:
             self._sync(self._folder)
 
     def give_name(self, is_whole: Callable[[], bool]) -> None:
-        """Give it its name. ConflictError when that is taken by now; IndeterminateError when it may not be durable.
+        """Give it its name. ConflictError when that is taken by now, or the folder above is elsewhere;
+        IndeterminateError when it may not be durable.
 
         is_whole: whether what is under the name is complete; NotFoundError where there is nothing.
         """
         if self.written is not None:
             self.written.end()
             self.sync()
+        self._check_in_place()
         self._rename()
         self._is_published = True
         try:
@@ -107,6 +109,7 @@ class NewEntry:
         except CheckpointError as error:
             what = f"{str(self.path)!r} is there, but perhaps not durable: {error}"
             raise IndeterminateError(what, resolve=lambda: _is_durable(self.path, is_whole)) from error
+        self._check_in_place()
 
     def close(self) -> None:
         """Remove what is not published."""
@@ -127,6 +130,11 @@ class NewEntry:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_in_place(self) -> None:
+        if not self._parent.is_still(self.path.parent):
+            what = f"folder {str(self.path.parent)!r} was moved or replaced while {self.path.name!r} was made in it"
+            raise ConflictError(what)
 
     def _rename(self) -> None:
         try:

@@ -3,7 +3,7 @@
     a disk                                               a store
     a temporary file, written and synced                 nothing is made before the PUT
     a rename that refuses to replace                     PUT with If-None-Match
-    the folder above is synced, else it is in doubt      answered, it is durable; found there, too
+    the folder above is synced, else it is in doubt      it is read back, else it is in doubt
     the attempt's folder is where it was made            a key holds the id of the attempt: nobody else uses it
 
 A PUT that was not answered may still come to its end: until the manifest is found, such a commit is in doubt.
@@ -49,10 +49,6 @@ class Publication(Protocol):
         """Make the manifest durable, where it has no name yet that a reader looks for."""
         ...
 
-    def check_place(self, what: str) -> None:
-        """Check that what is published will be found where it was written. ConflictError. what: was done meanwhile."""
-        ...
-
     def check_folder(self, what: str) -> Directory | None:
         """Check that the attempt's folder is the one that was made; return it where files are held by it."""
         ...
@@ -65,7 +61,9 @@ class Publication(Protocol):
         """Return whether it is not known, after an error of `publish`, what will be there. is_ours: it was found."""
         ...
 
-    def sync(self) -> None: ...
+    def sync(self, name: str) -> None:
+        """Make what was published durable, or look that it is. IOFailedError."""
+        ...
 
     def discard(self) -> None:
         """Remove what was written and not published. Never raises."""
@@ -100,11 +98,6 @@ class FilePublication:
             if self._durable:
                 system.fsync(self._file.fileno())
 
-    def check_place(self, what: str) -> None:
-        root = self._root
-        if not root.root.is_still(root.path):
-            raise ConflictError(f"checkpoint directory {str(root.path)!r} was moved or replaced while {what}")
-
     def check_folder(self, what: str) -> Directory | None:
         if not self._root.data.has(self._attempt.directory, self._folder.identity):
             raise folder_removed(self._folder, what)
@@ -116,7 +109,7 @@ class FilePublication:
     def is_open(self, error: Exception, *, is_ours: bool) -> bool:
         return is_ours
 
-    def sync(self) -> None:
+    def sync(self, name: str) -> None:
         if self._durable:
             self._root.manifests.sync()
 
@@ -150,9 +143,6 @@ class ObjectPublication:
     def settle(self) -> None:
         """Objects are durable."""
 
-    def check_place(self, what: str) -> None:
-        """A URL leads where it led."""
-
     def check_folder(self, what: str) -> Directory | None:
         return None
 
@@ -177,8 +167,8 @@ class ObjectPublication:
     def is_open(self, error: Exception, *, is_ours: bool) -> bool:
         return not is_ours and (is_timeout(error) or not isinstance(error, CheckpointError))
 
-    def sync(self) -> None:
-        """Objects are durable."""
+    def sync(self, name: str) -> None:
+        self._root.store.check_kept(f"{MANIFESTS_DIR}/{name}", self._raw)
 
     def discard(self) -> None:
         """What was not published was not put."""

@@ -62,12 +62,14 @@ def complete_decided(root: WriteRoot) -> None:
     remove(root, KnownHeads(root), (), lambda: True)
 
 
-def remove(root: WriteRoot, heads: KnownHeads, folders: Iterable[str], may_go: Callable[[], bool]) -> list[str]:
+def remove(root: WriteRoot, heads: KnownHeads, folders: Sequence[str], may_go: Callable[[], bool]) -> list[str]:
     """Remove attempts, children first, and what others have decided to; return the folders that are gone.
 
     None of `folders` when they may not go any more, fewer when another one says so. IOFailedError naming those that
-    cannot be removed, at the end.
+    cannot be removed, at the end; ConflictError where the directory was moved: somebody keeps it elsewhere.
     """
+    if folders:
+        root.check_in_place("checkpoints were to be removed")
     number = uuid.uuid4().hex
     _under_way.add(number)
     try:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from asyncckpt.errors import CheckpointError, NotFoundError, UnsupportedError, UsageError, warn
+from asyncckpt.errors import CheckpointError, ConflictError, NotFoundError, UnsupportedError, UsageError, warn
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.storage.directory import FOLDER_MODE, Directory, io_failed
@@ -108,6 +108,15 @@ class CheckpointRoot:
         """Return whether a call that looks again may see something else: not where it sees what is there."""
         return False
 
+    def check_in_place(self, what: str) -> None:
+        """Check that the path leads to what is open here still, and to its folders. ConflictError. what: was done
+        meanwhile.
+        """
+        folders = ((MANIFESTS_DIR, self.manifests), (DATA_DIR, self.data))
+        is_there = all(self.root.has(name, folder.identity) for name, folder in folders)
+        if not is_there or not self.root.is_still(self.path):
+            raise ConflictError(f"checkpoint directory {str(self.path)!r} was moved or replaced while {what}")
+
     def close(self) -> None:
         for folder in (self.data, self.manifests, self.root):
             folder.close()
@@ -165,6 +174,9 @@ class StoreRoot:
         """Ask the store what is there; a call does so before it refuses something by its memory."""
         self.remembered.look()
         return True
+
+    def check_in_place(self, what: str) -> None:
+        """A URL leads where it led."""
 
     def close(self) -> None:
         """Nothing is open."""

@@ -2,19 +2,18 @@
 
 A checkpoint exists from the moment its manifest has its final name; before that, readers do not see it.
 
-1. `begin`: sweep what failed saves left (but for a compaction); make data/<step>-<attempt>/ and sync data/. The shard
-   room writes and syncs files in it, on whichever rank; other ranks look at their own files before they say that they
-   are prepared.
+1. `begin`: look whether the directory is where it was; sweep what failed saves left (but for a compaction); make
+   data/<step>-<attempt>/ and sync data/. The shard room writes and syncs files in it, on whichever rank; other ranks
+   look at their own files before they say that they are prepared.
 2. `commit` encodes the manifest and proves that readers will accept it (proof.py).
 3. It syncs the attempt's folder, so that the names of the files are durable; writes manifests/.m-<attempt>, syncs it.
-4. It proves the rest right before the rename: the directory and the folder are where they were, the LOCK is ours, every
-   file is there by its name with its size, and one that this process wrote is the very same file; what a delta builds
-   upon is there; nobody is about to remove any of it (removal.py); the manifest that a compacted one replaces is the
-   one that was read.
+4. It proves the rest right before the rename: directory, folders and the LOCK are where they were; every file is there
+   by its name with its size, and one that this process wrote is the very same file; what a delta builds upon is there;
+   nobody is about to remove any of it (removal.py); what a compacted one replaces is the manifest that was read.
 5. It marks the attempt for upload, where that is wanted (upload_marks.py), and renames the manifest to
    manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is
    there, gets the name manifests/<step>.full.json.
-6. It syncs manifests/: durable.
+6. It syncs manifests/, or in a store reads the manifest back: durable.
 7. It looks at folder and files once more: a writer without a working lock, or a cleaner, may have removed them between
    4 and 5. Only now is the save acknowledged.
 
@@ -148,6 +147,10 @@ class Published:
     manifest_bytes: int
 
 
+def _done(claim: Claim) -> str:
+    return f"step {claim.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
+
+
 class Transaction:
     """One attempt at a claimed step; see above. Close it, in any case; the claim stays the caller's."""
 
@@ -162,14 +165,15 @@ class Transaction:
         self._root = commits.root
         self._state: Literal["begun", "committing", "committed", "abandoned", "in doubt"] = "begun"
         self._pid = os.getpid()
-        self._what = f"step {claim.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
+        self._what = _done(claim)
 
     @staticmethod
     def begin(
         commits: Commits, claim: Claim, recorder: Recorder = NOT_RECORDED, *, goes_on: bool = False
     ) -> Transaction:
-        """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`."""
+        """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`. ConflictError."""
         with recorder.span("begin"):
+            commits.root.check_in_place(_done(claim))
             if claim.kind == "save":
                 forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
             settle(commits.in_doubt)
@@ -267,7 +271,7 @@ class Transaction:
 
     def _publish(self, head: ManifestHead) -> None:
         self._publication.settle()
-        self._publication.check_place(self._what)
+        self._root.check_in_place(self._what)
         self._check_others(head)
         if self._commits.uploader is not None:
             mark_upload(self._root, self.attempt)
@@ -342,13 +346,13 @@ class Transaction:
 
     def _make_durable(self, head: ManifestHead) -> None:
         try:
-            self._publication.sync()
+            self._publication.sync(head.file_name)
             self._check_after(head)
         except Exception as error:  # Of any kind: what is published keeps its files.
             raise self._doubt(head.file_name, error) from error
 
     def _check_after(self, head: ManifestHead) -> None:
-        self._publication.check_place(self._what)
+        self._root.check_in_place(self._what)
         if head.replaces is not None:
             self._check_replaced(head, head.replaces)
         self._check_stays(head)  # The last look is that at the files.
@@ -368,6 +372,7 @@ class Transaction:
         def send() -> None:
             self._check_others(head)
             self._give_name(head.file_name)
+            self._publication.sync(head.file_name)
 
         if find_manifest(self._root, self.attempt, head.file_name) is not None or doubt.send_anew(send):
             self._check_after(head)

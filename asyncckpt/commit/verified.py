@@ -11,7 +11,8 @@ from typing import Any
 
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import ReadRoot
-from asyncckpt.errors import CheckpointError
+from asyncckpt.commit.sweep import UNREADABLE
+from asyncckpt.errors import NotFoundError
 from asyncckpt.format.manifest import Chain
 
 VERIFIED_MAX = 64  # Of each directory: a follower verifies for weeks.
@@ -32,9 +33,12 @@ def mark_verified(root: ReadRoot, chain: Chain) -> None:
 
 
 def newest_verified(root: ReadRoot, heads: KnownHeads) -> set[int]:
-    """Return the newest step of this directory that this process has verified, as a set of none or one."""
+    """Return the newest step of this directory that this process has verified, as a set of none or one.
+
+    IOFailedError when nobody can look: then it may be there.
+    """
     for step, digest in sorted(_verified.get(root.root.identity, {}).copy().items(), reverse=True):
-        with contextlib.suppress(CheckpointError):  # It is gone, or damaged.
+        with contextlib.suppress(NotFoundError, *UNREADABLE):  # It is gone, or damaged.
             found = heads.of_step(step)
             if digest in (found.digest, found.head.replaces):
                 return {step}

@@ -187,8 +187,9 @@ class Directory:
         return fd, is_direct
 
     def make_empty(self, name: str) -> None:
-        """Create a file without bytes that must be new."""
+        """Create a file without bytes that must be new. Others may remove it, so nothing of it is remembered."""
         at.close(self.create_file(name)[0])
+        self.made.pop(name, None)
 
     def settle_file(self, fd: int) -> None:
         """Give a file that was just made its mode, with exact_modes."""

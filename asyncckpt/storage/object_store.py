@@ -190,6 +190,14 @@ class ObjectStore:
             wait_in_steps(time.sleep, pause_s)
             pause_s *= 2
 
+    def check_kept(self, key: str, raw: bytes | bytearray) -> None:
+        """Check that the store has kept what it was given, and nothing else is there. IOFailedError."""
+        with contextlib.suppress(NotFoundError, CorruptError):
+            if self.read_whole(key, bytes_max=len(raw)) == raw:
+                return
+        what = f"object {str(self.url / key)!r} was made, and is not there, or another one is"
+        raise IOFailedError(what, errno=errno.EIO, hint="does something else write to, or clean up, that prefix?")
+
     def put(self, key: str, parts: Iterable[Any], *, part_bytes: int, parallel: int) -> None:
         """Make or replace an object of these parts, of part_bytes each but for the last. Nobody sees a half of it.
 

@@ -78,6 +78,8 @@ class OwnerLock:
         """Lock `name` in `root`. Raises ConflictError, naming the holder, if another process has it."""
         with _registry:
             key = root.identity
+            if key in _registry.held:
+                _renew(root, name)
             fd, count = _registry.held.get(key) or (_lock_file(root, name), 0)
             _registry.held[key] = fd, count + 1
             return OwnerLock(key, name)
@@ -94,11 +96,7 @@ class OwnerLock:
         """
         self.check()
         with _registry:
-            fd, count = _registry.held[self._key]
-            status = os.fstat(fd)
-            if not root.has(self._name, (status.st_dev, status.st_ino)):
-                _registry.held[self._key] = _lock_file(root, self._name), count
-                os.close(fd)
+            _renew(root, self._name)
 
     def release(self) -> None:
         """Release the share; the last one unlocks. Never raises, and waits for nobody: finalizers call it."""
@@ -107,6 +105,15 @@ class OwnerLock:
         self._released = True
         _registry.released.append(self._key)
         _registry.settle()
+
+
+def _renew(root: Directory, name: str) -> None:
+    """Lock the file anew if the one that is locked is not the one of this name any more: see check_held."""
+    fd, count = _registry.held[root.identity]
+    status = os.fstat(fd)
+    if not root.has(name, (status.st_dev, status.st_ino)):
+        _registry.held[root.identity] = _lock_file(root, name), count
+        os.close(fd)
 
 
 def _lock_file(root: Directory, name: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from asyncckpt.errors import CorruptError, NotFoundError
@@ -116,14 +115,12 @@ class RememberedFolder(StoreFolder):
         self._names: set[str] = set()
 
     def look(self) -> None:
-        """Ask the store for the names."""
-        self._names = set(super().names())
+        """Ask the store for the names; what is noted meanwhile may have come behind its list."""
+        before, listed = self._names, super().names()
+        self._names = {*listed, *(self._names - before)}
 
     def note(self, name: str) -> None:
         self._names = {*self._names, name}
-
-    def forget(self, names: Iterable[str]) -> None:
-        self._names = self._names.difference(names)
 
     def names(self) -> list[str]:
         return sorted(self._names)

@@ -56,6 +56,7 @@ class Fault:
     when_done      is called when the server has done it
     cut_up         the connection ends when so many bytes of the request's body have come
     cut_down       the connection ends when so many bytes of the answer's body have gone
+    forgotten      it is answered as if it was done: the server has not seen it
     stale          a list is answered as the same one was so many times ago, or the first time
     """
 
@@ -66,6 +67,7 @@ class Fault:
     when_done: Callable[[], None] = lambda: None
     cut_up: int | None = None
     cut_down: int | None = None
+    forgotten: bool = False
     stale: int = 0
 
 
@@ -132,6 +134,10 @@ class FaultProxy:
             return
         if fault.answer is not None:
             await _answer(writer, *fault.answer)
+            return
+        if fault.forgotten:
+            writer.write(b'HTTP/1.1 200 OK\r\nETag: "0"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n')
+            await writer.drain()
             return
         answer, rest = await self._asked(_outgoing(head), body, request)
         fault.when_done()

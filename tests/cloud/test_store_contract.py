@@ -15,6 +15,7 @@ from asyncckpt.engine.follow.table_update import find_update
 from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError, UsageError
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
+from asyncckpt.storage.store_folder import RememberedFolder, StoreFolder
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
 from tests.program import invoke
@@ -55,6 +56,33 @@ def test_a_key_is_made_once(store: ObjectStore) -> None:
     assert store.put_new("manifests/1", b"first")
     assert not store.put_new("manifests/1", b"second")
     assert store.read_whole("manifests/1", bytes_max=99) == b"first"
+
+
+@pytest.mark.parametrize("there", [None, b"other", b"more than that"])
+def test_what_was_not_kept_is_noticed(store: ObjectStore, there: bytes | None) -> None:
+    if there is not None:
+        store.put_new("manifests/1", there)
+    with pytest.raises(IOFailedError, match="was made, and is not there, or another one is"):
+        store.check_kept("manifests/1", b"first")
+    store.remove("manifests/1")
+    store.put_new("manifests/1", b"first")
+    store.check_kept("manifests/1", b"first")
+
+
+def test_what_is_noted_during_a_look_is_remembered(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compaction looks when it begins, and a save beside it publishes behind what that lists."""
+    folder, names = RememberedFolder(store, "manifests"), StoreFolder.names
+
+    def noted_behind(self: StoreFolder) -> list[str]:
+        listed = names(self)
+        folder.note("2")
+        return listed
+
+    store.put_new("manifests/1", b"")
+    folder.note("gone")
+    monkeypatch.setattr(StoreFolder, "names", noted_behind)
+    folder.look()
+    assert folder.names() == ["1", "2"]
 
 
 def test_parts_become_one_object(store: ObjectStore) -> None:

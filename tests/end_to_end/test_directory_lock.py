@@ -71,6 +71,23 @@ def test_savers_of_one_process_share_a_directory(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(tmp_path) == [1, 2]
 
 
+def test_a_lock_that_went_with_its_file_is_shared_with_nobody(tmp_path: Path) -> None:
+    """`rm -rf run/*` beside an open Saver: another process may have the directory by now."""
+    first = asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)})
+    (tmp_path / "LOCK").unlink()
+    holder = hold(tmp_path)
+    try:
+        with pytest.raises(asyncckpt.ConflictError, match=f"process {holder.pid} on"):
+            asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)})
+    finally:
+        holder.communicate("\n", timeout=60)
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}) as second:
+        assert second.save(2).step == first.save(3).step - 1
+        first.close()
+        with pytest.raises(AssertionError):
+            hold(tmp_path)
+
+
 class Numbers(Dataset[int]):
     def __len__(self) -> int:
         return 64

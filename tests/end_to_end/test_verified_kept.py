@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 
 import asyncckpt
 from asyncckpt.commit import verified
+from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.format.manifest import SealedHead
 
 STATE = {"x": torch.arange(3.0)}
 
@@ -94,3 +97,19 @@ def test_the_newest_is_remembered_whenever_it_was_verified(tmp_path: Path, monke
     asyncckpt.verify(tmp_path, 3)
     save(tmp_path, 6, 7, keep=1)
     assert asyncckpt.list_steps(tmp_path) == [4, 7]
+
+
+def test_it_stays_where_nobody_can_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk or a store that fails for a moment does not say that it is gone."""
+    save(tmp_path, 1)
+    asyncckpt.verify(tmp_path, 1)
+    looks, of_step = [errno.EMFILE], KnownHeads.of_step
+
+    def fails_once(heads: KnownHeads, step: int) -> SealedHead:
+        if step == 1 and looks:
+            raise asyncckpt.IOFailedError("file cannot be opened", errno=looks.pop())
+        return of_step(heads, step)
+
+    monkeypatch.setattr(KnownHeads, "of_step", fails_once)
+    save(tmp_path, 2, 3, keep=1)
+    assert asyncckpt.list_steps(tmp_path) == [1, 3]

@@ -14,6 +14,7 @@ import torch
 
 import asyncckpt
 import asyncckpt.dcp
+from asyncckpt.commit.new_entry import NewEntry
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
 from asyncckpt.formats import hf, parquet, recsdk, torch_file
 
@@ -99,6 +100,24 @@ def test_a_name_that_is_taken_is_left_alone(kind: str, run: Path, tmp_path: Path
         EXPORTS[kind](run, tmp_path / "out")
     assert left_beside(run) == ["out"]
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["give_name", "_rename"])
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_a_folder_that_is_moved_meanwhile_is_noticed(
+    kind: str, call: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is done says that it is there by the name that was asked for."""
+    real = getattr(NewEntry, call)
+
+    def move(self: NewEntry, *arguments: Any) -> Any:
+        (tmp_path / "folder").rename(tmp_path / "moved")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(NewEntry, call, move)
+    with pytest.raises(ConflictError, match="was moved or replaced while 'out' was made in it"):
+        EXPORTS[kind](run, tmp_path / "folder" / "out")
+    assert (tmp_path / "moved" / "out").exists() == (call == "_rename")
 
 
 @pytest.mark.parametrize("kind", EXPORTS)

@@ -11,7 +11,7 @@
    that it replaces. Anything else is a ConflictError, for loads would take the compacted one.
 6. Put the manifest, unless its key is taken: the commit. The key of another writer's checkpoint is a ConflictError;
    where an answer is lost, what is there says whether it was ours.
-7. Look at the files again: someone may have removed them meanwhile.
+7. Read it back, and look at the files again: someone may have removed them meanwhile.
 8. Look again at what it builds upon: whoever removes something there sees what needs it by its manifest alone.
 9. Remove the upload mark.
 """
@@ -122,6 +122,7 @@ def _upload(root: CheckpointRoot, store: ObjectStore, name: str, options: Upload
     if not is_published:
         _check_other_name(store, manifest)
         _publish(store, key, raw)
+        store.check_kept(key, raw)
         _check_files(store, manifest)
     return True
 

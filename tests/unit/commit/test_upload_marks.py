@@ -32,6 +32,14 @@ def marks(path: Path) -> list[int]:
     return [attempt.step for attempt in uploads_among(file.name for file in (path / "manifests").iterdir())]
 
 
+def test_marks_that_others_remove_are_not_remembered(tmp_path: Path) -> None:
+    """Who uploads has opened the directory anew, and a Saver makes a mark for each of its commits."""
+    two_chains(tmp_path)
+    with CheckpointRoot.for_reading(tmp_path) as root:
+        mark_upload(root, Attempt.new(1))
+        assert root.manifests.made == {}
+
+
 def test_names_come_back() -> None:
     attempt = Attempt.new(120)
     assert attempt_of_upload_mark(upload_mark_name(attempt)) == attempt
