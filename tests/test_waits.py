@@ -58,6 +58,7 @@ ALLOWED = {
     ("snapshot/layer_rows.py", "threads.map(_newest, stacks)"): "work of processors on rows in memory",
     ("snapshot/restore.py", "threads.map(_insert, tables)"): "the same",
     ("signals.py", "wait(max(0.0, min(left, STEP_S)))"): "one step",
+    ("storage/object_store.py", "wait_in_steps(look, math.inf)"): "a request to a store, with StoreLimits",
     ("strategies/async_utils.py", "future.exception()"): DONE,
     ("strategies/async_utils.py", "self._ranks.get()"): "no queue: what ranks agree on, with the deadline of a peer",
     ("embcache/ranks.py", "self._agreement.get()"): "the same",
