@@ -111,11 +111,11 @@ class StoreReader:
         self._given_up = threading.Event()
         with ThreadPoolExecutor(min(self._threads, max(1, len(items))), "asyncckpt-fetch") as threads:
             try:
-                begun = {threads.submit(work, item): item for item in items}
-            except RuntimeError:  # The interpreter ends, and no thread can be started.
-                yield from ((item, work(item)) for item in items)
-                return
-            try:
+                try:
+                    begun = {threads.submit(work, item): item for item in items}
+                except RuntimeError:  # The interpreter ends, and no thread can be started.
+                    yield from ((item, work(item)) for item in items)
+                    return
                 for future in begun:
                     future.add_done_callback(ended.put)
                 for _ in begun:
@@ -123,10 +123,9 @@ class StoreReader:
                     done = wait_in_steps(next_ended, READ_S_MAX)
                     assert done is not None
                     yield begun[done], done.result(0)
-            finally:
+            finally:  # Also where a handler raises while they are submitted.
                 self._given_up.set()
-                for future in begun:
-                    future.cancel()
+                threads.shutdown(wait=False, cancel_futures=True)
 
     def _fetched_ahead(self, pieces: Sequence[_Request]) -> Iterator[tuple[_Request, None]]:
         for piece in pieces:

@@ -82,6 +82,7 @@ class StoreFolder:
         """Make an object without bytes. One that is there already is as good: an earlier try of this call has made it,
         where its name holds a random id; nobody else asks for more than that it is there."""
         self.store.put_new(self.key(name), b"")
+        self.store.check_kept(self.key(name), b"")
 
     def move(self, source: str, target: str) -> None:
         """Give an empty object another name, by two requests: others may see both meanwhile."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import asyncckpt
+import asyncckpt.checkpoints
 from tests.cloud.fault_proxy import Fault, FaultProxy, first
 from tests.cloud.test_uploads import marks
 
@@ -59,3 +60,28 @@ def test_an_upload_that_was_not_kept_keeps_its_step(proxy: FaultProxy, url: str,
         saver.save_async(1).wait_uploaded()
         saver.wait_idle()
         assert asyncckpt.list_steps(url) == [0, 1]
+
+
+def test_a_pin_that_was_not_kept_is_none(proxy: FaultProxy, url: str) -> None:
+    with asyncckpt.Saver(path=url, tensors={"x": torch.zeros(3)}) as saver:
+        saver.save(0)
+    proxy.fault = first("put", [Fault(forgotten=True)], where=".pin")
+    with pytest.raises(asyncckpt.IOFailedError, match="was made, and is not there"):
+        asyncckpt.checkpoints.pin(url, 0)
+    assert asyncckpt.checkpoints.pinned_steps(url) == []
+    asyncckpt.checkpoints.pin(url, 0)
+    assert asyncckpt.checkpoints.pinned_steps(url) == [0]
+
+
+@pytest.mark.parametrize("mark", ["/.r-", "/.d-"])
+def test_nothing_is_removed_whose_removal_nobody_can_see(proxy: FaultProxy, url: str, mark: str) -> None:
+    with asyncckpt.Saver(path=url, tensors={"x": torch.zeros(3)}) as saver:
+        saver.save(0)
+        saver.save(1)
+    proxy.fault = first("put", [Fault(forgotten=True)], where=mark)
+    with pytest.raises(asyncckpt.IOFailedError, match="was made, and is not there"):
+        asyncckpt.checkpoints.remove(url, [0])
+    assert asyncckpt.list_steps(url) == [0, 1]
+    asyncckpt.verify(url, 0)
+    asyncckpt.checkpoints.remove(url, [0])
+    assert asyncckpt.list_steps(url) == [1]

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch
 import asyncckpt
 from asyncckpt.checkpoints import pin, pinned_steps, unpin
 from asyncckpt.inspection import compare
+from asyncckpt.shard import store_files
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
 
 STATE = {"x": torch.arange(3.0)}
@@ -132,3 +135,31 @@ def test_a_command_ends(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     command.send_signal(signal.SIGINT)
     assert command.wait(60) == 130
     assert len(proxy.requests) == before + 1
+
+
+def test_a_load_that_is_interrupted_while_it_begins_waits_for_no_answer(
+    proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with asyncckpt.Saver(path=url, tensors=STATE) as saver:
+        saver.save(1)
+    asked: list[Request] = []
+    came = threading.Event()
+
+    def silent(request: Request) -> Fault | None:
+        if not request.path.endswith(".safetensors"):
+            return None
+        asked.append(request)
+        came.set()
+        return Fault(silent=True)
+
+    class Ringing(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **more: Any) -> Any:
+            super().submit(*arguments, **more)
+            assert came.wait(60)
+            raise Rang
+
+    monkeypatch.setattr(store_files, "ThreadPoolExecutor", Ringing)
+    proxy.fault = silent
+    with pytest.raises(Rang):
+        asyncckpt.load(url)
+    assert len(asked) == 1, "it has waited until the store was asked once more"
