@@ -17,7 +17,7 @@ PART_BYTES = 5 << 20  # The least that S3 takes.
 FILE_BYTES = 8 << 20
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small checkpoints have several files, one of them of several parts, and requests end soon."""
     monkeypatch.setattr(object_store, "PART_BYTES_MIN", PART_BYTES)

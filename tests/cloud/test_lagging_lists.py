@@ -14,7 +14,7 @@ import torch
 
 import asyncckpt
 from tests.cloud.fault_proxy import Fault, FaultProxy
-from tests.cloud.test_saver_in_a_store import small_parts
+from tests.cloud.small_parts import small_parts
 
 __all__ = ["small_parts"]
 

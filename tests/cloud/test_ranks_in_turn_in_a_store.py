@@ -16,7 +16,7 @@ from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, Request, first
-from tests.cloud.test_saver_in_a_store import small_parts
+from tests.cloud.small_parts import small_parts
 
 __all__ = ["small_parts"]
 

@@ -19,7 +19,7 @@ from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, first
-from tests.cloud.test_saver_in_a_store import is_equal, objects, state
+from tests.cloud.small_parts import is_equal, objects, state
 from tests.cloud.test_uploads import marks, open_saver, options, small_parts
 
 __all__ = ["small_parts"]

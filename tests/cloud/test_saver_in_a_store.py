@@ -24,9 +24,7 @@ from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, Request, first
 from tests.cloud.small_parts import is_equal, keys, objects, small_parts, state
 
-__all__ = ["small_parts"]  # A fixture.
-
-pytestmark = pytest.mark.usefixtures("small_parts")
+__all__ = ["small_parts"]  # Every test of this file has it.
 
 
 @pytest.fixture

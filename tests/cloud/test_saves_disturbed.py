@@ -9,7 +9,7 @@ import asyncckpt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, first
-from tests.cloud.test_saver_in_a_store import is_equal, small_parts, state
+from tests.cloud.small_parts import is_equal, small_parts, state
 from tests.shares import share_of
 
 __all__ = ["small_parts"]

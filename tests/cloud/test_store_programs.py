@@ -18,7 +18,7 @@ import torch
 import asyncckpt
 from asyncckpt import checkpoints
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
-from tests.cloud.test_saver_in_a_store import small_parts
+from tests.cloud.small_parts import small_parts
 
 __all__ = ["small_parts"]
 
