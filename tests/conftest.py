@@ -32,6 +32,7 @@ ANY_CORE = (
     "bad_input/test_load_targets.py",
     "bad_input/test_manifest.py",
     "bad_input/test_manifest_contents.py",
+    "bad_input/test_moved_directories.py",
     "bad_input/test_paths.py",
     "bad_input/test_permissions.py",
     "bad_input/test_ranks.py",

@@ -273,8 +273,9 @@ class ObjectStore:
                 failed = refused(f"{what}: {str(self.url / key if key else self.url)!r}", error)
             raise failed  # Outside of the handler, so that the answer is not kept beside it.
 
-        is_waited_for = is_heard and threading.current_thread() is threading.main_thread()
-        return _in_steps(answer, given_up) if is_waited_for or given_up is not None else answer()
+        if given_up is None and not (is_heard and threading.current_thread() is threading.main_thread()):
+            return answer()
+        return _in_steps(answer, given_up)
 
 
 class _Parts:
