@@ -1,0 +1,1 @@
+"""Checkpoint directories as earlier commits have written them."""
