@@ -105,7 +105,7 @@ class TableColumns:
         return self
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(self._count, self._count + len(ids))
+        rows = torch.arange(self._count, self._count + len(ids), dtype=torch.int64, device="cpu")
         self._columns[ID_COLUMN][self._count : self._count + len(ids)] = ids
         self._count += len(ids)
         return rows
