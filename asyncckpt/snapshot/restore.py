@@ -228,7 +228,8 @@ def _queue_dense(
         return []
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-        whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
+        with torch.inference_mode(False):  # An optimizer could not update it later.
+            whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
         pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)
         rebuilt[stored.path] = made[stored.blocks] = whole
     else:

@@ -26,6 +26,7 @@ from torch.utils._device import DeviceContext
 
 PACKAGE = str(Path(__file__).resolve().parents[2] / "asyncckpt") + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
+TORCH_DATA = TORCH + os.path.join("utils", "data") + os.sep
 OPEN_FILES_MAX = 160
 FRAMES_BELOW_CALLS = 120
 
@@ -47,6 +48,8 @@ class MetaInPackage(DeviceContext):  # type: ignore[misc]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
+            if frame.f_code.co_filename.startswith(TORCH_DATA):
+                break  # A DataLoader draws from a generator of the host, and fails by itself with another default.
             frame = frame.f_back
         if frame.f_code.co_filename.startswith(PACKAGE):
             return super().__torch_function__(func, types, args, kwargs)

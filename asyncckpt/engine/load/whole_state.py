@@ -144,9 +144,10 @@ def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path)
 
 def _made(stored: StoredDense, device: torch.device, wanted: WholeRequest) -> torch.Tensor:
     dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-    if wanted.empty is not None and device.type == "cpu":
-        return wanted.empty(stored.shape, dtype)
-    return torch.empty(stored.shape, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # An optimizer could not update it later.
+        if wanted.empty is not None and device.type == "cpu":
+            return wanted.empty(stored.shape, dtype)
+        return torch.empty(stored.shape, dtype=dtype, device=device)
 
 
 def _chosen(contents: Contents, wanted: WholeRequest) -> list[str]:
