@@ -1,4 +1,4 @@
-"""Every tensor that the package makes says its device and dtype, whatever torch's defaults are. Read from the source."""
+"""Every tensor that the package makes says its device and dtype, whatever the defaults are. Read from the source."""
 
 from __future__ import annotations
 
