@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asyncckpt
 import asyncckpt.dcp
+from tests.process_defaults.defaults import DEFAULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -69,3 +73,10 @@ def test_saves_and_loads_are_refused_within_fake_tensors(tmp_path: Path) -> None
             asyncckpt.save(tmp_path / "other", {"x": torch.arange(10.0, device="cpu")})
         with pytest.raises(asyncckpt.UsageError, match="traces or transforms"):
             asyncckpt.load(tmp_path)
+
+
+def test_a_path_outside_the_encoding_of_file_names_is_refused_by_name(tmp_path: Path) -> None:
+    program = f"import asyncckpt; asyncckpt.Loader({str(tmp_path)!r} + '/gr\\xfc\\xdfe')"
+    environment = os.environ | DEFAULTS["ascii names"].environment
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert "UsageError: path is not in the encoding of file names" in done.stderr
