@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.process_defaults.defaults import DEFAULTS
+from tests.process_defaults.defaults import DEFAULTS, PACKAGE, MetaInPackage
 from tests.shares import share_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,3 +66,19 @@ def test_saves_and_loads_hold_under_a_default(name: str) -> None:
 def test_all_saves_and_loads_hold_under_a_default(name: str) -> None:
     done = run_under(name, FILES)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_default_device_moves_what_the_package_makes_alone() -> None:
+    found: dict[str, torch.Tensor] = {}
+    with MetaInPackage(torch.device("meta")):
+        exec(compile("import torch; made = torch.empty(1)", PACKAGE + "planted.py", "exec"), found)
+        own = torch.empty(1)
+    assert (found["made"].device.type, own.device.type) == ("meta", "cpu")
+
+
+@pytest.mark.slow
+def test_a_test_that_does_not_hold_under_a_default_is_seen(tmp_path: Path) -> None:
+    planted = tmp_path / "test_planted.py"
+    planted.write_text("import torch\n\n\ndef test_it():\n    assert torch.ones(1).dtype is torch.float32\n")
+    assert run_under("umask 077", [str(planted)]).returncode == 0
+    assert run_under("dtype float64", [str(planted)]).returncode == 1
