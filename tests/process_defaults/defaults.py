@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,17 @@ def _few_frames() -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
+@contextlib.contextmanager
+def _with_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """In calls alone: tests mix tensors of the default dtype with tables of float32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _limit_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
@@ -92,20 +104,12 @@ def _print_little() -> None:
 
 DEFAULTS = {
     "device meta": Default(lambda: MetaInPackage(torch.device("meta")).__enter__()),
-    "dtype float64": Default(
-        lambda: torch.set_default_dtype(torch.float64),
-        but={
-            "test_nested_state_comes_back_by_load_state_dict": "its table has float32, and its model says none",
-            "test_shards_open_with_safetensors": "the same",
-        },
-    ),
+    "dtype float64": Default(within=partial(_with_dtype, torch.float64)),
+    "dtype bfloat16": Default(within=partial(_with_dtype, torch.bfloat16)),
     "no grad": Default(within=torch.no_grad),
     "inference": Default(
         within=torch.inference_mode,
-        but={
-            "test_case_092": "tensors of this mode are refused outside of it",
-            "test_saves_of_devices": "the simulation of devices takes the mode's `contiguous` for a view",
-        },
+        but={"test_case_092": "tensors of this mode are refused outside of it"},
     ),
     "autocast": Default(within=lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
     "denormals are zeros": Default(
@@ -117,11 +121,8 @@ DEFAULTS = {
     "umask 077": Default(lambda: os.umask(0o077)),
     "ascii names": Default(environment={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
     "warnings": Default(
-        pytest_options=("-W", "error", "-W", "ignore:torch.distributed is"),
-        but={
-            "test_every_dtype[torch.complex32": "torch warns of that dtype",
-            "test_a_numpy_scalar_is_its_own_target": "it loads nothing on purpose, which warns",
-        },
+        pytest_options=("-W", "error", "-W", "ignore:torch.distributed is", "-W", "ignore:ComplexHalf"),
+        but={"test_a_numpy_scalar_is_its_own_target": "it loads nothing on purpose, which warns"},
     ),
     "without asserts": Default(options=("-O",)),
     "development mode": Default(options=("-X", "dev")),

@@ -23,7 +23,7 @@ NOTHING_COLLECTED = 5
 FILES = [
     *(f"tests/bad_input/test_{name}.py" for name in ("load_targets", "moved_directories", "paths", "saver_tensors")),
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/chains").glob("test_*.py")),
-    *(f"tests/dcp/test_{name}.py" for name in ("one_process", "stager")),
+    "tests/dcp/test_one_process.py",
     *(f"tests/deltas/test_{name}.py" for name in ("chain_of_saves", "kinds", "writes_of_others")),
     "tests/embcache/test_saver.py",
     *(
@@ -79,6 +79,6 @@ def test_the_default_device_moves_what_the_package_makes_alone() -> None:
 @pytest.mark.slow
 def test_a_test_that_does_not_hold_under_a_default_is_seen(tmp_path: Path) -> None:
     planted = tmp_path / "test_planted.py"
-    planted.write_text("import torch\n\n\ndef test_it():\n    assert torch.ones(1).dtype is torch.float32\n")
+    planted.write_text("import warnings\n\n\ndef test_it():\n    warnings.warn('planted')\n")
     assert run_under("umask 077", [str(planted)]).returncode == 0
-    assert run_under("dtype float64", [str(planted)]).returncode == 1
+    assert run_under("warnings", [str(planted)]).returncode == 1
