@@ -279,7 +279,8 @@ class Checkpointer:
             older = [other for other in committed_steps(self._saver._target.root) if other < step]
             if older and self._saver._target.rank == 0:
                 back = f"restore({older[-1]}, discard_newer=True) goes on from the one before it"
-                warn(f"asyncckpt: step {step} of {self.path!r} is damaged; {back}", RuntimeWarning)
+                with suppress(RuntimeWarning):  # Where warnings are errors, the other one says more.
+                    warn(f"asyncckpt: step {step} of {self.path!r} is damaged; {back}", RuntimeWarning)
             raise
         if discard_newer:
             self._together.all_done(lambda: go_back(self._saver._target, step))

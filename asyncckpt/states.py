@@ -95,7 +95,7 @@ def _device(device: torch.device | str | int | None) -> torch.device:
         found = torch.device(device)
         if found.type == "meta":
             raise RuntimeError("it holds no data")
-        torch.empty(0, device=found)
+        torch.empty(0, dtype=torch.uint8, device=found)
     except (RuntimeError, TypeError, AssertionError) as error:
         raise UsageError(f"device is wrong: {str(error).partition(chr(10))[0]}", found=device) from error
     return found

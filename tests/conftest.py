@@ -72,6 +72,7 @@ ANY_CORE = (
     "interrupts",
     "observed",
     "pairs",
+    "process_defaults",
     "reshard",
     "strategies",
     "systems",

@@ -195,7 +195,7 @@ class DynamicEmbTable(ExportOnlyTable):
     def _write(self, rows: Rows) -> None:
         count = len(rows[ID_COLUMN])
         storage = self._module.tables
-        counts = torch.zeros(len(self._module.table_names), dtype=torch.int64)
+        counts = torch.zeros(len(self._module.table_names), dtype=torch.int64, device="cpu")
         counts[self._table_id] = count
         if hasattr(storage, "collect_table_sizes"):
             storage.collect_table_sizes(non_blocking=False)

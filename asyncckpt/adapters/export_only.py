@@ -80,7 +80,7 @@ class ExportOnlyTable(LockedTable):
         return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
     def _no_rows(self) -> dict[str, torch.Tensor]:
-        return {c.name: torch.empty((0, *c.row_shape), dtype=c.dtype) for c in self._schema.columns}
+        return {c.name: torch.empty((0, *c.row_shape), dtype=c.dtype, device="cpu") for c in self._schema.columns}
 
     # -- to override --
 

@@ -259,7 +259,7 @@ class FixedTable(LockedTable):
     def ids(self) -> torch.Tensor:
         """Return the ids, int64 [n] on the CPU, ordered by row. Made when first needed: eight bytes a row."""
         if self._ids is None:
-            self._ids = torch.arange(self._first_id, self._first_id + self._rows_count, dtype=torch.int64)
+            self._ids = torch.arange(self._first_id, self._first_id + self._rows_count, dtype=torch.int64, device="cpu")
         return self._ids
 
     def _all_marks(self) -> list[FixedMarks]:

@@ -60,7 +60,9 @@ class TbeMarks:
         self._begins = np.cumsum([0, *rows_counts])
         self._table_of_feature = [int(table) for table in tbe.feature_table_map]
         self._by_feature = torch.tensor(
-            [[int(self._begins[table]), rows_counts[table]] for table in self._table_of_feature], dtype=torch.int64
+            [[int(self._begins[table]), rows_counts[table]] for table in self._table_of_feature],
+            dtype=torch.int64,
+            device="cpu",
         ).reshape(-1, 2)
         self._by_feature_on: dict[torch.device, torch.Tensor] = {}
         self.tables = {table: FixedMarks(rows_counts[table], before_cut=self.settle) for table in tables}
@@ -92,7 +94,7 @@ class TbeMarks:
         device = indices.device
         # The feature of an index is the last one that begins at or before its place. All on the device.
         first_places = self._first_places(offsets.to(device), batch_sizes)[1:].long()
-        places = torch.arange(indices.numel(), device=device)
+        places = torch.arange(indices.numel(), dtype=torch.int64, device=device)
         feature = torch.searchsorted(first_places.contiguous(), places, right=True)
         by_feature = self._features(device).index_select(0, feature)
         index = indices.reshape(-1).long()

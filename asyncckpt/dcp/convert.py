@@ -292,7 +292,7 @@ def _is_same_value(files: DcpFiles, name: str, written: Any) -> bool:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _check_places(metadata: Metadata, files: DcpFiles) -> None:

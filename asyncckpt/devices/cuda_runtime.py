@@ -193,7 +193,7 @@ def _described(address: int, bytes: int) -> dict[str, Any]:
 def host_view(address: int, bytes: int) -> torch.Tensor:
     """Return host memory at an address, uint8 [bytes]; the caller keeps it alive."""
     if not bytes:  # Before 2.3, NumPy takes no array at address 0.
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.asarray(_OnHost(address, bytes)))
 
 

@@ -83,7 +83,9 @@ class _Assembled:
 
     @cached_property
     def _whole(self) -> torch.Tensor:
-        whole = torch.empty(self._dense.shape, dtype=dtype_by_name(self._dense.dtype, owner=self._dense.name).dtype)
+        whole = torch.empty(
+            self._dense.shape, dtype=dtype_by_name(self._dense.dtype, owner=self._dense.name).dtype, device="cpu"
+        )
         for number in self._dense.blocks:
             spec = self._reader.block(number).placed.spec
             raw = np.empty(spec.bytes, dtype=np.uint8)

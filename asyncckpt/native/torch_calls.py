@@ -95,7 +95,11 @@ def _find() -> TorchCalls | None:
     library = ctypes.CDLL(str(_LIBRARY), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     functions = tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS)
     samples = _samples()
-    kinds = [*samples, torch.zeros(2, device="cpu").to_sparse(), torch.empty(3, device="meta")]
+    kinds = [
+        *samples,
+        torch.zeros(2, dtype=torch.float32, device="cpu").to_sparse(),
+        torch.empty(3, dtype=torch.float32, device="meta"),
+    ]
     at = _only_place((id(item), type(item).__basicsize__ // _WORD_BYTES, item._cdata) for item in kinds)
     type_at = _only_place((id(item), type(item).__basicsize__ // _WORD_BYTES, id(type(item))) for item in kinds)
     keys_at = _only_place((item._cdata, _TENSOR_WORDS, _keys(item)) for item in kinds)
@@ -117,12 +121,13 @@ def _samples() -> list[torch.Tensor]:
     table = numbers.view(4, 6)
     waves = torch.zeros(5, dtype=torch.complex64, device="cpu")
     with torch.inference_mode():
-        inferred = torch.zeros(2, 2, device="cpu")
+        inferred = torch.zeros(2, 2, dtype=torch.float32, device="cpu")
     return [
         *(numbers, table, table.t(), table[1:3, 2:5], numbers[7:9], table.expand(2, 4, 6)),
         *(numbers.to(torch.bfloat16), numbers.to(torch.int64), numbers.view(1, 2, 3, 4, 1, 1, 1)),
         *(torch.nn.Parameter(table), torch._neg_view(numbers), waves, waves.conj(), waves.conj().imag),
-        *(torch.empty(0, 3, device="cpu"), torch.tensor(5.0, device="cpu"), inferred),
+        *(torch.empty(0, 3, dtype=torch.float32, device="cpu"), torch.tensor(5.0, dtype=torch.float32, device="cpu")),
+        inferred,
     ]
 
 

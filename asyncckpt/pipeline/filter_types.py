@@ -85,7 +85,7 @@ class StagedColumn:
             return self.rows(begin, end)
         chosen = positions[begin:end]
         window_rows = max(1, CHUNK_BYTES // max(1, self.row_bytes))
-        gathered = torch.empty((len(chosen), *self.spec.shape[1:]), dtype=self.dtype)
+        gathered = torch.empty((len(chosen), *self.spec.shape[1:]), dtype=self.dtype, device="cpu")
         row_bytes = gathered.nbytes // len(chosen)
         first = 0
         while first < len(chosen) and row_bytes:

@@ -213,7 +213,7 @@ def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...
     if sharded is not None:
         flat.sharded[len(flat.tensors)] = sharded
         flat.originals[len(flat.tensors)] = value
-        value = sharded.pieces[0].tensor if sharded.pieces else torch.empty(0, dtype=sharded.dtype)
+        value = sharded.pieces[0].tensor if sharded.pieces else torch.empty(0, dtype=sharded.dtype, device="cpu")
     assert isinstance(value, torch.Tensor)
     flat.tensors.append(value)
 

@@ -100,7 +100,7 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
     """Return bytes as a tensor of the block's true dtype and shape; shares the memory."""
     dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
     if raw.size == 0:
-        return torch.empty(spec.shape, dtype=dtype)
+        return torch.empty(spec.shape, dtype=dtype, device="cpu")
     return torch.from_numpy(raw).view(dtype).reshape(spec.shape)
 
 

@@ -163,7 +163,7 @@ def _are_apart(layers: list[LayerRows]) -> bool:
     if all(layer.first_row is not None for layer in layers):
         runs = sorted((int(own[0]), int(own[-1])) for own in rows)
         return all(below[1] < above[0] for below, above in itertools.pairwise(runs))
-    seen = torch.zeros(1 + max(int(own.max()) for own in rows), dtype=torch.bool)
+    seen = torch.zeros(1 + max(int(own.max()) for own in rows), dtype=torch.bool, device="cpu")
     for own in rows:
         seen[own] = True
     return int(seen.sum()) == sum(len(own) for own in rows)
@@ -228,7 +228,8 @@ def _queue_dense(
         return []
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-        whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
+        with torch.inference_mode(False):  # An optimizer could not update it later.
+            whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
         pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)
         rebuilt[stored.path] = made[stored.blocks] = whole
     else:

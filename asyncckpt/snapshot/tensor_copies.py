@@ -136,13 +136,13 @@ def tensors_over(memory: torch.Tensor, begins: I64, like: Sequence[torch.Tensor]
     made: list[torch.Tensor] = []
     for tensor, begin in zip(like, begins.tolist(), strict=True):
         if not tensor.numel():
-            made.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+            made.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
             continue
         whole = typed.get(tensor.dtype)
         if whole is None:
             size = tensor.dtype.itemsize
             whole = typed[tensor.dtype] = memory[: len(memory) // size * size].view(tensor.dtype)
-        like_it = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, device="meta")
+        like_it = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         offset = whole.storage_offset() + begin // tensor.dtype.itemsize
         made.append(whole.as_strided(tensor.shape, like_it.stride(), offset))
     return made

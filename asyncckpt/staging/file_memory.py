@@ -35,9 +35,9 @@ class FileMemory:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor, with a storage of its own. IOFailedError when there is no room."""
-        size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+        size = math.prod(shape) * torch.empty(0, dtype=dtype, device="cpu").element_size()
         if not size or self._fd is None:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         if self._region is None or self._used + size > len(self._region):
             self._region, self._used = self._take(self._region_bytes(size)), 0
         raw = torch.frombuffer(self._region, dtype=torch.uint8, count=size, offset=self._used)

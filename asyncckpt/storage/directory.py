@@ -81,7 +81,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     try:
         too_long = max(len(os.fsencode(part)) for part in parts) > COMPONENT_BYTES_MAX
     except UnicodeEncodeError as error:
-        raise UsageError("path is not valid Unicode", found=text) from error
+        raise UsageError("path is not in the encoding of file names", found=text, hint="PYTHONUTF8=1") from error
     # Below the root come `data`, an attempt folder and a shard file.
     if too_long or len(os.fsencode(absolute)) > PATH_BYTES_MAX - 128:
         raise UsageError("path is too long", found=text[:80] + "...", expected=f"{COMPONENT_BYTES_MAX} bytes a part")

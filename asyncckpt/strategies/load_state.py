@@ -150,7 +150,7 @@ def _wanted(leaf: Any, stored: StoredTensor) -> _Wanted:
     else:
         part = getattr(leaf, "flattened_range", None)
         shape = tuple(leaf.local_shape) if part is None else (part.stop - part.start,)
-        tensor = torch.empty(shape, dtype=leaf.dtype)
+        tensor = torch.empty(shape, dtype=leaf.dtype, device="cpu")
     filled = tensor if tensor.dtype is stored.dtype else torch.empty_like(tensor, dtype=stored.dtype)
     return _Wanted(leaf=leaf, tensor=tensor, filled=filled, stored=stored)
 

@@ -109,7 +109,7 @@ class StoredState:
             facts = self._dense.get(whole)
             if facts is None:
                 raise CorruptError(f"tensor {owner} was not written by any rank")
-            new = torch.empty(facts.shape, dtype=facts.dtype)
+            new = torch.empty(facts.shape, dtype=facts.dtype, device="cpu")
             # A NumPy scalar would be a copy of what is not yet filled: it is an array until then (packed_objects.py).
             tensors.append(leaf_of(ARRAY if leaf is SCALAR else leaf, new))
         return rebuild(node, iter(tensors), iter(values))

@@ -38,7 +38,7 @@ def is_below(values: torch.Tensor, below: float) -> NDArray[np.bool_]:
 def is_unset(values: torch.Tensor, fill: float) -> NDArray[np.bool_]:
     """Return which of values, `[n]`, are the initial value of their column: bool [n] on the CPU."""
     values = values.detach().cpu()
-    found: NDArray[np.bool_] = (values == torch.full((), fill, dtype=values.dtype)).numpy()
+    found: NDArray[np.bool_] = (values == torch.full((), fill, dtype=values.dtype, device="cpu")).numpy()
     return found
 
 

@@ -50,7 +50,7 @@ def feature_of(batch: Any, name: str, *, weighted: bool) -> Feature:
 def _from_jagged_tensor(item: Any, name: str, *, weighted: bool) -> Feature:
     """Convert a JaggedTensor. Uses its lengths: the offsets of a view into a larger one need not begin at 0."""
     values = _checked_values(item.values(), name)
-    offsets = torch.zeros(len(item.lengths()) + 1, dtype=torch.int64)
+    offsets = torch.zeros(len(item.lengths()) + 1, dtype=torch.int64, device="cpu")
     offsets[1:] = item.lengths().cpu().to(torch.int64).cumsum(0)
     weights = item.weights_or_none() if weighted else None
     if weighted and weights is None:
@@ -85,7 +85,7 @@ def _checked_offsets(offsets: object, values: torch.Tensor, name: str) -> torch.
 def joined_offsets(parts: list[Feature]) -> torch.Tensor:
     """Return the offsets of several features one after the other, int64 [all samples + 1]."""
     lengths = [part.offsets.diff() for part in parts]
-    return torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
+    return torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), *lengths]).cumsum(0)
 
 
 def joined_weights(parts: list[Feature]) -> torch.Tensor:

@@ -57,7 +57,7 @@ def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
     kind = getattr(torch, dtype)
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"{dtype} is no dtype")
-    flat = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
+    flat = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
     return flat.reshape(shape)
 
 

@@ -99,9 +99,9 @@ class ResumableSampler(Sampler[Any]):
 
     def _order(self) -> torch.Tensor:
         if not self.shuffle:
-            return torch.arange(self.samples_count)
-        generator = torch.Generator().manual_seed(epoch_seed(seed=self.seed, epoch=self.epoch))
-        return torch.randperm(self.samples_count, generator=generator)
+            return torch.arange(self.samples_count, dtype=torch.int64, device="cpu")
+        generator = torch.Generator(device="cpu").manual_seed(epoch_seed(seed=self.seed, epoch=self.epoch))
+        return torch.randperm(self.samples_count, generator=generator, dtype=torch.int64, device="cpu")
 
 
 class SeededSamples(Dataset[Any]):

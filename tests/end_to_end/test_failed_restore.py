@@ -168,3 +168,16 @@ def test_a_step_behind_a_failed_restore_is_no_second_history(tmp_path: Path) -> 
             state.train(step)
             ckpt.step(step)
     assert check_all(tmp_path) == [10, 20, 23]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_damaged_step_is_a_corrupt_error_where_warnings_are_errors(tmp_path: Path) -> None:
+    state = Filled()
+    with state.open(tmp_path) as ckpt:
+        for step in range(1, STEPS + 1):
+            state.train(step)
+            ckpt.step(step)
+            ckpt._periodic.drain()
+        damage(tmp_path, 20)
+        with pytest.raises(asyncckpt.CorruptError):
+            ckpt.restore()

@@ -56,13 +56,17 @@ class Region:
         """Let the memory be used; by one thread, which may nest this."""
         self._depth += 1
         if self._depth == 1 and self._is_protected:
-            assert _libc.mprotect(self.begin, self.bytes, _PROT_READ_WRITE) == 0
+            self._protect(_PROT_READ_WRITE)
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0 and self._is_protected:
-                assert _libc.mprotect(self.begin, self.bytes, _PROT_NONE) == 0
+                self._protect(_PROT_NONE)
+
+    def _protect(self, protection: int) -> None:
+        if _libc.mprotect(self.begin, self.bytes, protection):  # No assert: tests run without them, too.
+            raise OSError(ctypes.get_errno(), "mprotect")
 
 
 _regions: weakref.WeakSet[Region] = weakref.WeakSet()

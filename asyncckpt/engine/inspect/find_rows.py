@@ -76,7 +76,9 @@ def _read(
 ) -> torch.Tensor:
     """Return one column of rows at these places, in their order."""
     spec = values.spec(table.columns[column][0])
-    found = torch.empty(len(places), *spec.shape[1:], dtype=dtype_by_name(spec.dtype, owner=spec.name).dtype)
+    found = torch.empty(
+        len(places), *spec.shape[1:], dtype=dtype_by_name(spec.dtype, owner=spec.name).dtype, device="cpu"
+    )
     bits = bits_of(found)
     for index, (layer, row) in enumerate(places):
         for number in layer.columns[column]:

@@ -15,7 +15,7 @@ class NumbersCompared:
 
     def __init__(self) -> None:
         self._max_abs: float | None = 0.0
-        self._products = torch.zeros(3, dtype=torch.float64)
+        self._products = torch.zeros(3, dtype=torch.float64, device="cpu")
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Take two arrays of the same shape and dtype into account."""

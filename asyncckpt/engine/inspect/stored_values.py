@@ -92,7 +92,7 @@ def taken(values: torch.Tensor, rows: I64) -> torch.Tensor:
 def bits_of(values: torch.Tensor) -> torch.Tensor:
     """Return the bytes of every row, uint8 [rows, bytes]."""
     if not values.numel():
-        return torch.empty(len(values), 0, dtype=torch.uint8)
+        return torch.empty(len(values), 0, dtype=torch.uint8, device="cpu")
     return values.contiguous().view(torch.uint8).reshape(len(values), -1)
 
 

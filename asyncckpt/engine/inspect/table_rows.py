@@ -80,7 +80,7 @@ class TableRows:
     def read(self, column: str, rows: I64) -> torch.Tensor:
         """Return a column of some rows of the table, distinct, in their order, [n, *row shape]."""
         dtype, shape = self.form(column)
-        found = torch.empty(len(rows), *shape, dtype=dtype_by_name(dtype, owner=column).dtype)
+        found = torch.empty(len(rows), *shape, dtype=dtype_by_name(dtype, owner=column).dtype, device="cpu")
         bits = bits_of(found)
         for part in self.parts:
             mine = np.flatnonzero((rows >= part.begin) & (rows < part.end))

@@ -251,7 +251,9 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
     for item in plan.objects:
         state = _module_state(item, rebuilt, contents) if item.is_module else _stored(item.path, rebuilt, contents)
         try:
-            item.owner.load_state_dict(state)
+            # What an optimizer makes of its state is updated later, outside inference mode.
+            with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
+                item.owner.load_state_dict(state)
         except CheckpointError:
             raise
         except Exception as error:

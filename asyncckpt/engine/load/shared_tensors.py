@@ -64,8 +64,9 @@ def _end(tensor: torch.Tensor, view: SharedView) -> int:
 
 
 def _view(memory: torch.Tensor, like: torch.Tensor, view: SharedView) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=like.dtype, device=memory.device)
-    tensor.set_(memory.untyped_storage(), view.offset // like.element_size(), like.shape, view.strides)
+    with torch.inference_mode(False):
+        tensor = torch.empty(0, dtype=like.dtype, device=memory.device)
+        tensor.set_(memory.untyped_storage(), view.offset // like.element_size(), like.shape, view.strides)
     if overlaps_itself(once(tensor)):
         raise CorruptError("a tensor overlaps itself in the memory that it shares", found=view)
     return tensor

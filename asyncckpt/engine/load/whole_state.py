@@ -105,7 +105,7 @@ class TableColumns:
         return self
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(self._count, self._count + len(ids))
+        rows = torch.arange(self._count, self._count + len(ids), dtype=torch.int64, device="cpu")
         self._columns[ID_COLUMN][self._count : self._count + len(ids)] = ids
         self._count += len(ids)
         return rows
@@ -144,9 +144,10 @@ def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path)
 
 def _made(stored: StoredDense, device: torch.device, wanted: WholeRequest) -> torch.Tensor:
     dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-    if wanted.empty is not None and device.type == "cpu":
-        return wanted.empty(stored.shape, dtype)
-    return torch.empty(stored.shape, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # An optimizer could not update it later.
+        if wanted.empty is not None and device.type == "cpu":
+            return wanted.empty(stored.shape, dtype)
+        return torch.empty(stored.shape, dtype=dtype, device=device)
 
 
 def _chosen(contents: Contents, wanted: WholeRequest) -> list[str]:

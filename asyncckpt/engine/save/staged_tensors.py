@@ -86,7 +86,7 @@ class StagedTensors:
         places = places or _one_behind_the_other(sizes, itemsizes)
         arena = free_arena(places.bytes, limit_bytes=options.host_memory_limit)
         self._lease: weakref.finalize[[LentArena], U8] | None = None
-        memory = torch.empty(places.bytes if arena is None else 0, dtype=torch.uint8)
+        memory = torch.empty(places.bytes if arena is None else 0, dtype=torch.uint8, device="cpu")
         if arena is not None:
             memory = self._lend(LentArena(arena, places))
         self.tensors = tensors_over(memory, places.begins, tensors)

@@ -38,7 +38,7 @@ class Cast:
     def encode(self, values: torch.Tensor, form: Form, step: EncodingStep) -> tuple[torch.Tensor, EncodingStep] | None:
         dtype = _target(step)
         flat = values.reshape(-1)
-        stored = torch.empty(flat.shape, dtype=dtype)
+        stored = torch.empty(flat.shape, dtype=dtype, device="cpu")
         check = _check_floats if dtype in FLOATS else _check_integers
         for begin in range(0, len(flat), _ELEMENTS_AT_ONCE):
             part = flat[begin : begin + _ELEMENTS_AT_ONCE]

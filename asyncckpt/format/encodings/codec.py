@@ -89,7 +89,7 @@ def decode(raw: U8, spec: BlockSpec) -> torch.Tensor:
         if raw.nbytes != spec.bytes:
             raise Malformed(f"it has {raw.nbytes} bytes, not {spec.bytes}")
         # torch cannot view an empty NumPy array as another dtype.
-        stored = torch.from_numpy(raw) if raw.size else torch.empty(0, dtype=torch.uint8)
+        stored = torch.from_numpy(raw) if raw.size else torch.empty(0, dtype=torch.uint8, device="cpu")
         values = stored.view(forms[-1].dtype).reshape(forms[-1].shape)
         for form, step in zip(reversed(forms[:-1]), reversed(spec.encoding), strict=True):
             values = _KINDS[step["kind"]].decode(values, form, step)

@@ -44,7 +44,7 @@ class Quantize:
     def encode(self, values: torch.Tensor, form: Form, step: EncodingStep) -> tuple[torch.Tensor, EncodingStep] | None:
         bits, length = _bits(step), _row_length(form)
         rows = values.reshape(form.shape[0], length)
-        stored = torch.empty((form.shape[0], _row_bytes(length, bits)), dtype=torch.uint8)
+        stored = torch.empty((form.shape[0], _row_bytes(length, bits)), dtype=torch.uint8, device="cpu")
         for begin, end in _blocks(form):
             _encode_rows(rows[begin:end], stored[begin:end], bits=bits, first_row=begin)
         return stored, step
@@ -53,7 +53,7 @@ class Quantize:
         return Form.of(torch.uint8, (form.shape[0], _row_bytes(_row_length(form), _bits(step))))
 
     def decode(self, stored: torch.Tensor, form: Form, step: EncodingStep) -> torch.Tensor:
-        values = torch.empty((form.shape[0], _row_length(form)), dtype=form.dtype)
+        values = torch.empty((form.shape[0], _row_length(form)), dtype=form.dtype, device="cpu")
         for begin, end in _blocks(form):
             _decode_rows(stored[begin:end], values[begin:end], bits=_bits(step))
         return values.reshape(form.shape)

@@ -46,7 +46,7 @@ class SkipZeroRows:
         used = torch.from_numpy(bits[: form.shape[0]]).bool()
         if bits[form.shape[0] :].any() or int(used.sum()) != step["rows"]:
             raise Malformed("its bitmap of rows does not fit the number of rows")
-        rows = torch.zeros((form.shape[0], form.row_bytes), dtype=torch.uint8)
+        rows = torch.zeros((form.shape[0], form.row_bytes), dtype=torch.uint8, device="cpu")
         rows[used] = stored[ends:].reshape(-1, form.row_bytes)
         return rows.reshape(-1).view(form.dtype).reshape(form.shape)
 

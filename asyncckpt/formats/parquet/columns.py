@@ -158,7 +158,7 @@ def _narrowed(wide: NDArray[np.float32], dtype: torch.dtype) -> tuple[U8, bool]:
     bits = wide.view(np.uint32)
     if dtype is torch.bfloat16:
         return (bits >> 16).astype(np.uint16).view(np.uint8), not (bits & 0xFFFF).any()
-    known = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32).numpy().view(np.uint32)
+    known = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32).numpy().view(np.uint32)
     order = np.argsort(known, kind="stable")
     found = order[np.minimum(np.searchsorted(known[order], bits), 255)]
     return found.astype(np.uint8), bool((known[found] == bits).all())

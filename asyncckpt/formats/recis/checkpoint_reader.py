@@ -56,7 +56,7 @@ class CheckpointReader:
     def read_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor; of a slot, the rows of all slices one behind the other. NotFoundError, CorruptError,
         IOFailedError."""
-        tensor = torch.empty(self.tensor_shape(name), dtype=self.tensor_dtype(name))
+        tensor = torch.empty(self.tensor_shape(name), dtype=self.tensor_dtype(name), device="cpu")
         at = tensor.data_ptr()
         wanted = []
         for array in self._find(name):

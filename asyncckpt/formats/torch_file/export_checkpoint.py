@@ -63,7 +63,9 @@ class ExportPlan:
             raise UnsupportedError(f"step {chain.step} holds nothing but tables", hint="there is nothing to export")
         dtypes = {dense.dtype: name for name, dense in contents.dense.items()}
         for dtype, name in dtypes.items():
-            _check_readable(torch.empty(0, dtype=dtype_by_name(dtype, owner=name).dtype), f"tensor {name!r}")
+            _check_readable(
+                torch.empty(0, dtype=dtype_by_name(dtype, owner=name).dtype, device="cpu"), f"tensor {name!r}"
+            )
         try:
             _check_readable(list(contents.values.values()), "the values")
         except UnsupportedError:

@@ -1,0 +1,185 @@
+"""What programs set for their whole process, or hold around a call, each of which runs tests of the suite.
+
+A plugin of pytest, for a process per default: `ASYNCCKPT_DEFAULT="no grad" pytest -p tests.process_defaults.defaults`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import multiprocessing
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._device import DeviceContext
+
+PACKAGE = str(Path(__file__).resolve().parents[2] / "asyncckpt") + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
+TORCH_DATA = TORCH + os.path.join("utils", "data") + os.sep
+OPEN_FILES_MAX = 160
+FRAMES_BELOW_CALLS = 120
+
+
+@dataclass(frozen=True)
+class Default:
+    """`apply` comes before the package is imported; `within` is held around every call of its doors."""
+
+    apply: Callable[[], object] = lambda: None
+    within: Callable[[], AbstractContextManager[object]] | None = None
+    options: tuple[str, ...] = ()  # Of Python.
+    pytest_options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    but: dict[str, str] = field(default_factory=dict)  # Tests that do not hold under it themselves, and why.
+
+
+class MetaInPackage(DeviceContext):  # type: ignore[misc]
+    """The default device of a program that names the device of each tensor of its own: those of the package move."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
+            if frame.f_code.co_filename.startswith(TORCH_DATA):
+                break  # A DataLoader draws from a generator of the host, and fails by itself with another default.
+            frame = frame.f_back
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs or {})
+
+
+def _without_streams() -> AbstractContextManager[object]:
+    found = contextlib.ExitStack()
+    for name in ("stdin", "stdout", "stderr"):
+        found.callback(setattr, sys, name, getattr(sys, name))
+        setattr(sys, name, None)
+    return found
+
+
+@contextlib.contextmanager
+def _few_frames() -> Iterator[None]:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(min(before, len(inspect.stack(0)) + FRAMES_BELOW_CALLS))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@contextlib.contextmanager
+def _with_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """In calls alone: tests mix tensors of the default dtype with tables of float32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def _use_uvloop() -> None:
+    import uvloop
+
+    uvloop.install()
+
+
+def _print_little() -> None:
+    np.set_printoptions(precision=1, threshold=2, edgeitems=1)
+    torch.set_printoptions(precision=1, threshold=2, edgeitems=1)
+
+
+DEFAULTS = {
+    "device meta": Default(lambda: MetaInPackage(torch.device("meta")).__enter__()),
+    "dtype float64": Default(within=partial(_with_dtype, torch.float64)),
+    "dtype bfloat16": Default(within=partial(_with_dtype, torch.bfloat16)),
+    "no grad": Default(within=torch.no_grad),
+    "inference": Default(
+        within=torch.inference_mode,
+        but={"test_case_092": "tensors of this mode are refused outside of it"},
+    ),
+    "autocast": Default(within=lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "denormals are zeros": Default(
+        lambda: torch.set_flush_denormal(True), but={"test_any_state_comes_back": "hypothesis draws denormals"}
+    ),
+    "deterministic": Default(lambda: torch.use_deterministic_algorithms(True)),
+    "one thread": Default(lambda: torch.set_num_threads(1), environment={"OMP_NUM_THREADS": "1"}),
+    "many threads": Default(lambda: torch.set_num_threads(64)),
+    "umask 077": Default(lambda: os.umask(0o077)),
+    "ascii names": Default(environment={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
+    "warnings": Default(
+        pytest_options=("-W", "error", "-W", "ignore:torch.distributed is", "-W", "ignore:ComplexHalf"),
+        but={"test_a_numpy_scalar_is_its_own_target": "it loads nothing on purpose, which warns"},
+    ),
+    "without asserts": Default(options=("-O",)),
+    "development mode": Default(options=("-X", "dev")),
+    "no collector": Default(gc.disable),
+    "always the collector": Default(lambda: gc.set_threshold(10, 2, 2)),
+    "few frames": Default(within=_few_frames),
+    "numpy raises": Default(lambda: np.seterr(all="raise")),
+    "no streams": Default(within=_without_streams),
+    "no descriptor 0": Default(lambda: os.close(0)),
+    "few files": Default(_limit_files),
+    "uvloop": Default(_use_uvloop),
+    "short numbers": Default(_print_little, environment={"PYTHONINTMAXSTRDIGITS": "640"}),
+    "spawn": Default(lambda: multiprocessing.set_start_method("spawn", force=True)),
+}
+
+
+def _within(call: Callable[..., Any], held: Callable[[], AbstractContextManager[object]]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with held():
+            return call(*args, **kwargs)
+
+    return wrapped
+
+
+def hold_within_calls(held: Callable[[], AbstractContextManager[object]]) -> None:
+    """Put it around every public function and method that begins, ends or waits for saves or loads."""
+    import torch.distributed.checkpoint as dcp
+
+    import asyncckpt
+
+    doors = [asyncckpt.Saver, asyncckpt.Loader, asyncckpt.Checkpointer, asyncckpt.PeriodicSaver, asyncckpt.SaveFuture]
+    for door in doors:
+        for name, call in list(vars(door).items()):
+            if inspect.isfunction(call) and (name == "__init__" or not name.startswith("_")):
+                setattr(door, name, _within(call, held))
+    functions = {asyncckpt: ("save", "load", "compact", "describe", "verify"), dcp: ("save", "async_save", "load")}
+    for module, names in functions.items():
+        for name in names:
+            setattr(module, name, _within(getattr(module, name), held))
+
+
+def chosen() -> Default:
+    return DEFAULTS[os.environ["ASYNCCKPT_DEFAULT"]]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    chosen().apply()
+    held = chosen().within
+    if held is not None:
+        hold_within_calls(held)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not any(item.name.startswith(name) for name in chosen().but)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, reason in chosen().but.items():
+        terminalreporter.write_line(f"{name} is left out: {reason}")
