@@ -35,6 +35,7 @@ from asyncckpt.tables.embedding import HashEmbedding, TrainableTable
 from asyncckpt.tables.row_update import RuleStep, update_rows
 from asyncckpt.tables.slots import WEIGHT_DTYPES, SlotSpec
 from asyncckpt.tables.table_parameter import TableParameter
+from asyncckpt.tables.uncompiled import uncompiled
 
 Modules: TypeAlias = nn.Module | Iterable[nn.Module] | Iterable[Mapping[str, Any]]
 """Modules that hold HashEmbedding or HashEmbeddingBag somewhere, or groups of them: `{"params": modules, "lr": 1}`."""
@@ -139,6 +140,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    @uncompiled
     @uninterrupted
     def _update_tables(self) -> None:
         for group in [self._read_group(group, is_new=False) for group in self.param_groups]:
