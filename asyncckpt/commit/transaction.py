@@ -197,8 +197,8 @@ class Transaction:
     async def commit(self, draft: Draft, recorder: Recorder = NOT_RECORDED) -> Published:
         """Prove and publish. Runs in any loop; blocking calls run on the commit threads.
 
-        ConflictError, CorruptError, NotFoundError of what a compaction stands for, IOFailedError, UsageError when nothing
-        was published; InDoubt.
+        ConflictError, CorruptError, IOFailedError, UsageError, of a compaction also NotFoundError, when nothing was
+        published; InDoubt.
         """
         with recorder.span("commit"):
             return await self._commit(draft, recorder)

@@ -13,13 +13,12 @@ T = TypeVar("T")
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep torch.compile out of a function. Unlike torch's own decorator, this loads no compiler where there is none."""
+    """Keep torch.compile out of a function. Unlike torch's own decorator, this loads no compiler by itself."""
 
-    @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
         return function(*args, **kwargs)
 
     run.__code__ = run.__code__.replace(co_name=function.__name__)  # The compiler counts what it does by code objects.
-    return run
+    return functools.wraps(function)(run)
