@@ -51,12 +51,15 @@ class OpenLoads:
     rows: dict[str, int] = field(default_factory=dict)
 
     def end(self, *, ok: bool) -> None:
-        """End all of them, whatever one of them raises; then raise that. Those behind it end as failed."""
+        """End all of them, whatever one of them raises; then raise that. Those behind it end as failed.
+
+        Companions before their tables, which look at them then.
+        """
         loads, self.loads = self.loads, {}
         failed: Exception | None = None
-        for load in loads.values():
+        for name in sorted(loads, reverse=True):
             try:
-                load.end(ok and failed is None)
+                loads[name].end(ok and failed is None)
             except Exception as error:
                 failed = failed or error
         if failed is not None:

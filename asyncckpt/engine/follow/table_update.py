@@ -26,7 +26,7 @@ from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
 from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.follow.cursor import SeenStep
-from asyncckpt.engine.load.run_load import fill, give_state_dicts, report_of, with_scalars
+from asyncckpt.engine.load.run_load import empty_companions, fill, give_state_dicts, report_of, with_scalars
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
@@ -159,9 +159,10 @@ class OpenUpdate:
         whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in changes))
         changed = [_plan_of_change(item, changes[item.name]) for item in plan.tables if item.name in changes]
         removed = _read_removed([[shard for shard, _ in item.sources] for item in changed], reader)
-        rebuilt, rows = fill(whole, reader, clear=True)
-        for item, ids in zip(changed, removed, strict=True):
+        for item, ids in zip(changed, removed, strict=True):  # First: of an id, it removes also what waits for a row.
             _remove(item, ids)
+        rebuilt, rows = fill(whole, reader, clear=True)
+        empty_companions(whole.tables, plan)
         # A change that only removes ids has no rows to load, and perhaps no columns.
         over = [
             item for item in changed if any(layer.rows_count for shard, _ in item.sources for layer in shard.layers)
