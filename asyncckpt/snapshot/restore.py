@@ -17,6 +17,7 @@ block found later leaves all tables of the load empty and raises.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import Path
 from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
 from asyncckpt.native import core
@@ -123,7 +125,8 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
 def _begin_load(item: TableLoadPlan, found: list[LayerRows], *, clear: bool, opened: OpenLoads) -> None:
     total = sum(len(layer.ids) if layer.mine is None else len(layer.mine) for layer in found)
     filled = frozenset.intersection(*(frozenset(layer.columns) for layer in found)) if found else frozenset()
-    opened.loads[item.name] = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
+    with enough_memory(f"{total} rows of table {item.name!r}"):
+        opened.loads[item.name] = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
     opened.rows[item.name] = total
 
 
@@ -231,7 +234,8 @@ def _queue_dense(
         return []
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-        whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
+        with enough_memory(f"tensor {stored.name!r}, {math.prod(stored.shape) * dtype.itemsize} bytes"):
+            whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
         pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)
         rebuilt[stored.path] = made[stored.blocks] = whole
     else:

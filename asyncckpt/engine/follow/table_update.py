@@ -33,6 +33,7 @@ from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, N
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import compacted_manifest_name, manifest_name
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
@@ -267,7 +268,8 @@ class OpenUpdate:
                 self._reader = self._open(root)
         self._reader.progress = progress or Progress()
         try:
-            yield self._reader
+            with enough_memory(f"step {self.step} of {str(self.path)!r}"):
+                yield self._reader
         except BaseException:
             self.close()
             raise

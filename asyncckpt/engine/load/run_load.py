@@ -31,6 +31,7 @@ from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, N
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import VALUE, descend, leaf_of, leaves, path_name, rebuild, tensor_paths, unique_names
 from asyncckpt.format.tree import Path as LeafPath
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import HasCompanions, Table
@@ -102,11 +103,12 @@ def run_load(
     while True:
         begun = time.perf_counter()
         try:
-            if isinstance(root, StoreRoot) and request.step is None and request.strict:
-                # There, what is open does not stay readable. Not strict, two steps could be mixed in the targets.
-                report = look_again(root, lambda: load_open(root, request, look(), on_read))
-            else:
-                report = load_open(root, request, look_again(root, look), on_read)
+            with enough_memory(f"a load from {str(root.path)!r}"):
+                if isinstance(root, StoreRoot) and request.step is None and request.strict:
+                    # There, what is open does not stay readable. Not strict, two steps could be mixed in the targets.
+                    report = look_again(root, lambda: load_open(root, request, look(), on_read))
+                else:
+                    report = load_open(root, request, look_again(root, look), on_read)
         except (CorruptError, NotFoundError) as error:
             if step is None or step in passed_over or not request.fallback:
                 raise
