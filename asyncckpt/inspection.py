@@ -13,6 +13,7 @@ from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.root import open_root
 from asyncckpt.errors import NotFoundError, UsageError
 from asyncckpt.format.limits import check_step
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of, named_values
 from asyncckpt.plan.outline import Entry, entries_of
 from asyncckpt.signals import uninterrupted
@@ -154,7 +155,7 @@ def _opened(path: str | os.PathLike[str], step: int | None) -> Iterator[_Opened]
 
     with open_root(check_place(path)) as root:
         chain, reader = look_again(root, look)
-    with reader:
+    with reader, enough_memory(f"what is compared of step {chain.step}"):
         yield _Opened(chain, contents_of(chain), reader, StoredValues(reader))
 
 

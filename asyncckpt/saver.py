@@ -240,7 +240,7 @@ class Saver(Closing):
     def compact(self, step: int | None = None) -> SaveFuture:
         """Fold the chain of a delta (default: the newest step) into a full checkpoint of that step, in the background.
 
-        Beside training and saves, without a stall. The future's result says `skipped` for a step that is full already.
+        Beside training and saves, without a stall. The future says `skipped` of a step that is full, or gone by then.
         See asyncckpt.compact for what it does and raises. Of several ranks, rank 0 does it, and the others skip it.
         """
         with self._using_directory():

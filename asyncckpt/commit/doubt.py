@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from asyncckpt import system
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, check_files
-from asyncckpt.commit.removal import being_removed, take_over
+from asyncckpt.commit.removal import being_removed, raise_noted, take_over
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
@@ -121,7 +121,9 @@ def is_committed_whole(path: Place, attempt: Attempt, name: str | None = None) -
     except NotFoundError:
         return False
     with root:
-        take_over(root)  # What is announced may stay.
+        failed: list[CheckpointError] = []
+        take_over(root, failed)  # What is announced may stay.
+        raise_noted(failed)
         going = being_removed(root)
         head = find_manifest(root, attempt, name or manifest_name(attempt.step))
         if head is None:

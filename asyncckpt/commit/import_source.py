@@ -7,14 +7,14 @@ half of another.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, UsageError
+from asyncckpt.errors import CheckpointError, CorruptError, UsageError
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.storage.directory import io_failed
 
@@ -68,10 +68,9 @@ def check_is_apart(source: Path, target: Place) -> None:
 def reading(source: Path) -> Iterator[None]:
     """Raise what the system says while a source is read as IOFailedError; a file may ask for any memory."""
     try:
-        yield
+        with enough_memory(f"what {str(source)!r} says that it holds"):
+            yield
     except CheckpointError:
         raise
-    except MemoryError as error:
-        raise IOFailedError(f"there is not enough memory to read {str(source)!r}", errno=errno.ENOMEM) from error
     except OSError as error:
         raise io_failed(f"{str(source)!r} cannot be read", error) from error

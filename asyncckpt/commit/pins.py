@@ -14,7 +14,7 @@ import errno
 from collections.abc import Iterable
 
 from asyncckpt.commit.discover import is_committed, read_head
-from asyncckpt.commit.removal import being_removed
+from asyncckpt.commit.removal import being_removed, remove_each
 from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import ConflictError, IOFailedError
 from asyncckpt.format.names import pin_name, step_of_pin
@@ -52,5 +52,4 @@ def unpin_step(root: WriteRoot, step: int) -> bool:
 
 def remove_pins(root: WriteRoot, steps: Iterable[int]) -> list[str]:
     """Remove the pins of those of the steps that are gone; return the names of their files."""
-    names = [pin_name(step) for step in steps if not is_committed(root, step)]
-    return [name for name in names if root.manifests.remove_file(name)]
+    return remove_each(root, [pin_name(step) for step in steps if not is_committed(root, step)])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from asyncckpt.commit.discover import KnownHeads
@@ -31,6 +31,7 @@ from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFo
 from asyncckpt.format.names import Mark, attempt_of_directory, compacted_manifest_name, manifest_name
 from asyncckpt.system import register_at_fork
 
+FAILED_SHOWN_MAX = 8
 _under_way: set[str] = set()  # Ids of the removals of this process.
 register_at_fork(after_in_child=_under_way.clear)
 
@@ -41,15 +42,46 @@ def being_removed(root: ReadRoot) -> set[str]:
     return {mark.folder for _ in range(2) for mark in _marks(root)}
 
 
-def take_over(root: WriteRoot) -> list[Mark]:
+def remove_each(root: WriteRoot, names: Iterable[str]) -> list[str]:
+    """Remove files of manifests/; return which were there. One that cannot be removed keeps no other: IOFailedError,
+    at the end."""
+    removed: list[str] = []
+    failed: list[CheckpointError] = []
+    for name in names:
+        with noted(failed):
+            if root.manifests.remove_file(name):
+                removed.append(name)
+    raise_noted(failed)
+    return removed
+
+
+@contextlib.contextmanager
+def noted(failed: list[CheckpointError]) -> Iterator[None]:
+    """Go on after an error of a removal, to raise it at the end."""
+    try:
+        yield
+    except CheckpointError as error:
+        failed.append(error)
+
+
+def raise_noted(failed: Sequence[CheckpointError]) -> None:
+    """Raise what has failed, as one error."""
+    if len(failed) == 1:
+        raise failed[0]
+    if failed:
+        raise IOFailedError("; ".join(error.what for error in failed[:FAILED_SHOWN_MAX])) from failed[0]
+
+
+def take_over(root: WriteRoot, failed: list[CheckpointError]) -> list[Mark]:
     """Take back what other processes, or failed removals of this one, have announced; return what they have decided.
 
     In a store nothing is taken back, for nobody could see that it was: a mark changes its name there by two requests.
+    failed: gets why marks stay.
     """
     others = [mark for mark in _marks(root) if mark.id not in _under_way]
-    for mark in others:
-        if not mark.is_decided and not isinstance(root, StoreRoot):
-            root.manifests.remove_file(mark.name)
+    if not isinstance(root, StoreRoot):
+        with noted(failed):
+            remove_each(root, [mark.name for mark in others if not mark.is_decided])
     return sorted((mark for mark in others if mark.is_decided), key=lambda mark: mark.folder, reverse=True)
 
 
@@ -72,11 +104,14 @@ def remove(root: WriteRoot, heads: KnownHeads, folders: Sequence[str], may_go: C
         root.check_in_place("checkpoints were to be removed")
     number = uuid.uuid4().hex
     _under_way.add(number)
+    failed: list[CheckpointError] = []
     try:
-        decided = take_over(root)
+        decided = take_over(root, failed)
         theirs = {mark.folder for mark in decided}
         decided += _decide(root, [Mark(number, folder) for folder in folders if folder not in theirs], may_go)
-        _complete(root, heads, decided)
+        with noted(failed):
+            _complete(root, heads, decided)
+        raise_noted(failed)
     finally:
         _under_way.discard(number)
     return [mark.folder for mark in decided]

@@ -17,7 +17,7 @@ from functools import partial
 
 from asyncckpt.commit.discover import KnownHeads, by_step, manifests_by_step
 from asyncckpt.commit.pins import pins_among, remove_pins
-from asyncckpt.commit.removal import being_removed, remove
+from asyncckpt.commit.removal import being_removed, noted, raise_noted, remove, remove_each
 from asyncckpt.commit.root import StoreRoot, WriteRoot
 from asyncckpt.commit.upload_marks import remove_upload_marks
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UnsupportedError
@@ -46,13 +46,19 @@ def sweep(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Container[str] =
     strays = find_strays()
     listed = root.manifests.names()
     temporaries = _temporaries(listed, keep_attempts)
-    for name in temporaries:
-        root.manifests.remove_file(name)
-    removed = temporaries + remove(root, heads, strays, lambda: set(strays) <= set(find_strays()))
-    removed += remove_upload_marks(root, listed, keep_attempts)
+    removed: list[str] = []
+    failed: list[CheckpointError] = []
+    with noted(failed):
+        removed += remove_each(root, temporaries)
+    with noted(failed):
+        removed += remove(root, heads, strays, lambda: set(strays) <= set(find_strays()))
+    with noted(failed):
+        removed += remove_upload_marks(root, listed, keep_attempts)
     if pins_among(listed):
         now = root.manifests.names()
-        removed += remove_pins(root, pins_among(now) - by_step(now).keys())
+        with noted(failed):
+            removed += remove_pins(root, pins_among(now) - by_step(now).keys())
+    raise_noted(failed)
     return removed
 
 
@@ -62,7 +68,8 @@ def collect_garbage(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Contai
     strays = _strays(root, heads, root.data.names(), keep_attempts, unread)
     sizes = {name: _sizes_in(root.data, name) for name in {*strays, *being_removed(root)}}
     for name in _temporaries(root.manifests.names(), keep_attempts):
-        sizes[name] = [root.manifests.size(name)]
+        with contextlib.suppress(CheckpointError):  # What is not there any more, or is no file.
+            sizes[name] = [root.manifests.size(name)]
     removed = sweep(root, heads, keep_attempts=keep_attempts)
     if unread:
         raise unread[0]
@@ -82,9 +89,12 @@ def _temporaries(names: Iterable[str], keep_attempts: Container[str]) -> list[st
 
 def _sizes_in(data: Directory | StoreFolder, name: str) -> list[int]:
     """Return the bytes of each file of an attempt's folder, which may be gone."""
-    with contextlib.suppress(NotFoundError), data.child(name) as folder:
-        return [folder.size(file) for file in folder.names()]
-    return []
+    sizes: list[int] = []
+    with contextlib.suppress(CheckpointError), data.child(name) as folder:
+        for file in folder.names():
+            with contextlib.suppress(CheckpointError):  # Another one has removed it, or it is no file.
+                sizes.append(folder.size(file))
+    return sizes
 
 
 def _strays(

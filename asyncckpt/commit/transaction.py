@@ -197,7 +197,8 @@ class Transaction:
     async def commit(self, draft: Draft, recorder: Recorder = NOT_RECORDED) -> Published:
         """Prove and publish. Runs in any loop; blocking calls run on the commit threads.
 
-        ConflictError, CorruptError, IOFailedError, UsageError when nothing was published; InDoubt.
+        ConflictError, CorruptError, IOFailedError, UsageError, of a compaction also NotFoundError, when nothing was
+        published; InDoubt.
         """
         with recorder.span("commit"):
             return await self._commit(draft, recorder)
@@ -305,8 +306,8 @@ class Transaction:
             if replaced.head.folder_name in being_removed(self._root):
                 raise NotFoundError(f"step {head.step} of {str(self._root.path)!r} is being removed")
 
-    def _rewritten(self) -> ConflictError:
-        return ConflictError(
+    def _rewritten(self) -> NotFoundError:
+        return NotFoundError(
             f"step {self.attempt.step} of {str(self._root.path)!r} was rewritten while it was compacted"
         )
 
@@ -359,7 +360,7 @@ class Transaction:
 
     def _check_replaced(self, head: ManifestHead, digest: str) -> None:
         """Take a compaction back that stands beside another checkpoint of its step, which somebody without LOCK has
-        removed and saved anew right before the commit. ConflictError.
+        removed and saved anew right before the commit. NotFoundError.
         """
         with contextlib.suppress(NotFoundError):  # Retention may have what it stands for at once.
             if self._commits.heads.of(manifest_name(head.step)).digest != digest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
+from asyncckpt.commit.removal import remove_each
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.format.names import Attempt, attempt_of_upload_mark, upload_mark_name
 
@@ -34,4 +35,4 @@ def remove_upload_marks(root: WriteRoot, listed: Iterable[str], keep_attempts: C
     marked = [attempt for attempt in uploads_among(listed) if attempt.id not in keep_attempts]
     folders = set(root.data.names()) if marked else set()  # Behind the marks, which are made later.
     names = [upload_mark_name(attempt) for attempt in marked if attempt.directory not in folders]
-    return [name for name in names if root.manifests.remove_file(name)]
+    return remove_each(root, names)

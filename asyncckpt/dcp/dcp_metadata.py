@@ -81,8 +81,8 @@ class _RecordsOnly(pickle.Unpickler):
         self.kinds: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype  # Not getattr, for which torch would import modules.
         if name not in _RECORDS.get(module, ()):
             raise self._refused(module, name)
         if name.endswith(("WindowsPath", "PosixPath")):

@@ -33,6 +33,7 @@ from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.values import decode_value
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.native import Progress
 from asyncckpt.plan.load_targets import writable_tensor
 from asyncckpt.shard.reader import READ_THREADS, ChainReader
@@ -121,7 +122,8 @@ class StorageReader(DcpStorageReader):
         stored = self._read_once()
         chain = stored.chain
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-        with self._take_files(chain) as reader, save_lock_held("load", self._path, chain.step):
+        is_alone, says = save_lock_held("load", self._path, chain.step), enough_memory(f"step {chain.step}")
+        with self._take_files(chain) as reader, is_alone, says:
             read_tensors(reader, tensors, planner, stored)
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:

@@ -33,6 +33,7 @@ from asyncckpt.format.manifest import RankPart
 from asyncckpt.format.names import Attempt, attempt_of_directory
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part, render_body
 from asyncckpt.formats.conversion import Conversion, Facts
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.source import ByteSource
 from asyncckpt.model.store_url import Place
@@ -158,7 +159,8 @@ def _copy(asked: Conversion, found: Importable, sources: Sequence[ImportSource])
             transaction.place, claim.attempt, asked.options, asked.progress, written=written, sender=senders
         )
         try:
-            draft = _write(found, transaction, target)
+            with enough_memory(f"an import of step {claim.step}"):
+                draft = _write(found, transaction, target)
             for source in sources:
                 source.check_still()
             if written is not None:

@@ -14,6 +14,7 @@ from asyncckpt.commit.root import open_root
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.format.manifest import Chain
 from asyncckpt.formats.conversion import Conversion, chain_to_export
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.native import Progress
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.signals import uninterrupted
@@ -58,7 +59,8 @@ def run_export(
         step, plan, reader, identity = look_again(root, look)
         with reader:
             try:
-                written = write(plan, reader, identity)
+                with enough_memory(f"an export of step {step}"):
+                    written = write(plan, reader, identity)
             except (OSError, MemoryError) as error:
                 raise as_checkpoint_error(error, step) from error
     return plan, written, time.perf_counter() - begun

@@ -17,6 +17,7 @@ block found later leaves all tables of the load empty and raises.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import Path
 from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
 from asyncckpt.native import core
@@ -51,12 +53,15 @@ class OpenLoads:
     rows: dict[str, int] = field(default_factory=dict)
 
     def end(self, *, ok: bool) -> None:
-        """End all of them, whatever one of them raises; then raise that. Those behind it end as failed."""
+        """End all of them, whatever one of them raises; then raise that. Those behind it end as failed.
+
+        Companions before their tables, which look at them then.
+        """
         loads, self.loads = self.loads, {}
         failed: Exception | None = None
-        for load in loads.values():
+        for name in sorted(loads, reverse=True):
             try:
-                load.end(ok and failed is None)
+                loads[name].end(ok and failed is None)
             except Exception as error:
                 failed = failed or error
         if failed is not None:
@@ -120,7 +125,8 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
 def _begin_load(item: TableLoadPlan, found: list[LayerRows], *, clear: bool, opened: OpenLoads) -> None:
     total = sum(len(layer.ids) if layer.mine is None else len(layer.mine) for layer in found)
     filled = frozenset.intersection(*(frozenset(layer.columns) for layer in found)) if found else frozenset()
-    opened.loads[item.name] = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
+    with enough_memory(f"{total} rows of table {item.name!r}"):
+        opened.loads[item.name] = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
     opened.rows[item.name] = total
 
 
@@ -228,7 +234,10 @@ def _queue_dense(
         return []
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-        with torch.inference_mode(False):  # An optimizer could not update it later.
+        # An optimizer could not update one of inference mode later.
+        with torch.inference_mode(False), enough_memory(
+            f"tensor {stored.name!r}, {math.prod(stored.shape) * dtype.itemsize} bytes"
+        ):
             whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
         pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)
         rebuilt[stored.path] = made[stored.blocks] = whole

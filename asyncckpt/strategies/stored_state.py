@@ -25,6 +25,7 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, MAPPINGS, SCALAR, VALUE, Node, descend, leaf_of, leaves, path_name, rebuild
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
@@ -121,7 +122,7 @@ def use_stored(checkpoint_dir: str | os.PathLike[str], name: str, use: Callable[
 
     NotFoundError, CorruptError, IncompatibleError, UnsupportedError.
     """
-    with reading_root(checkpoint_dir, name) as root:
+    with reading_root(checkpoint_dir, name) as root, enough_memory(f"the {name!r} state of {str(root.path)!r}"):
         return look_again(root, lambda: use(StoredState(root.path, read_manifest(root, newest_step(root)))))
 
 

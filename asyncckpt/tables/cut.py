@@ -140,6 +140,7 @@ class HashTableLoad(HeldTable):
         self._store = store
         self._shard = shard
         self._filled = frozenset(filled)
+        self.then: Callable[[], object] | None = None  # What follows the end, without the lock.
         store.marks.lose_all()
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
@@ -162,6 +163,9 @@ class HashTableLoad(HeldTable):
     def end(self, ok: bool) -> None:
         """Release the table, filled if ok, else empty. Idempotent."""
         self._release(self._end_filled if ok else self._end_empty)
+        then, self.then = self.then, None
+        if then is not None:
+            then()
 
     def _end_filled(self) -> None:
         self._store.written_by_others()  # By this load, of which the marks know.

@@ -31,6 +31,7 @@ from asyncckpt.tables.row_device import sent, spread
 from asyncckpt.tables.row_values import RowValues
 from asyncckpt.tables.slots import SlotSpec
 from asyncckpt.tables.trained_table import RecordRows, TrainedTable
+from asyncckpt.tables.uncompiled import uncompiled
 
 LAST_SEEN_COLUMN = "last_seen"
 COUNT_COLUMN = "count"
@@ -121,6 +122,7 @@ class HashEmbedding(nn.Module):
     def extra_repr(self) -> str:
         return repr(self.table)
 
+    @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows, `[*ids.shape, dim]`, of ids, int64 of any shape. Raises UsageError like HashTable.lookup."""
         places, rows = self._distinct_rows(ids)
@@ -191,6 +193,7 @@ class HashEmbeddingBag(HashEmbedding):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
+    @uncompiled
     def forward(
         self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from asyncckpt.errors import UsageError
 from asyncckpt.native import Rule
 from asyncckpt.tables.row_update import RuleStep
 from asyncckpt.tables.sparse_optimizer import Modules, SparseOptimizer, read_betas, read_flag, read_positive
@@ -41,6 +42,8 @@ class SparseSGD(SparseOptimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(modules, defaults, slots)
+        if nesterov and not momentum:  # As torch.optim.SGD says; in a group, it does without too.
+            raise UsageError("nesterov of a sparse optimizer needs a momentum", found=momentum, expected="above 0")
 
     def _slots_used(self, group: dict[str, Any]) -> Sequence[str]:
         return group["slots"] if _momentum(group) else ()

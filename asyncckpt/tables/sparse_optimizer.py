@@ -35,6 +35,20 @@ from asyncckpt.tables.embedding import HashEmbedding, TrainableTable
 from asyncckpt.tables.row_update import RuleStep, update_rows
 from asyncckpt.tables.slots import WEIGHT_DTYPES, SlotSpec
 from asyncckpt.tables.table_parameter import TableParameter
+from asyncckpt.tables.uncompiled import uncompiled
+
+# What torch's optimizers would do, and these do not. Others of theirs are about speed, or ignored by torch too.
+ABSENT_OPTIONS = frozenset(
+    {
+        "amsgrad",
+        "capturable",
+        "dampening",
+        "decoupled_weight_decay",
+        "differentiable",
+        "initial_accumulator_value",
+        "maximize",
+    }
+)
 
 Modules: TypeAlias = nn.Module | Iterable[nn.Module] | Iterable[Mapping[str, Any]]
 """Modules that hold HashEmbedding or HashEmbeddingBag somewhere, or groups of them: `{"params": modules, "lr": 1}`."""
@@ -139,6 +153,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    @uncompiled
     @uninterrupted
     def _update_tables(self) -> None:
         for group in [self._read_group(group, is_new=False) for group in self.param_groups]:
@@ -169,6 +184,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _read_group(self, group: dict[str, Any], *, is_new: bool) -> dict[str, Any]:
         """Check a group and return it with plain numbers."""
+        absent = sorted(name for name in ABSENT_OPTIONS & group.keys() if group[name])
+        if absent:
+            what = f"option {absent[0]!r} of a sparse optimizer does not exist"
+            raise UsageError(what, found=group[absent[0]], expected=self._names())
         group = {**group, **self._read_numbers(group, self._names(), is_new=is_new)}
         for parameter in group["params"]:
             used = self._slots_used(group)
@@ -198,7 +217,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         params = stored.get("params")
         if not isinstance(params, list) or len(params) != len(own["params"]):
             raise UsageError("params of the state of a sparse optimizer are wrong", found=params)
-        self._read_group({**own, **{name: stored[name] for name in expected}}, is_new=False)
+        self._read_group({**own, **stored, "params": own["params"]}, is_new=False)
 
 
 def read_number(name: str, value: object, *, is_new: bool) -> float:

@@ -6,15 +6,17 @@ end (table_lock.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from asyncckpt.arguments import check_int
-from asyncckpt.errors import UsageError, warn
+from asyncckpt.errors import UnsupportedError, UsageError, warn
 from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import IdsHeld, TableSchema
 from asyncckpt.model.table_shard import Shard
@@ -62,6 +64,7 @@ class StoredTable(LockedTable):
         return len(self._store)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTable:
+        _check_not_averaged(self._name)
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         value = self.__getstate__()
@@ -234,3 +237,15 @@ class StoredTable(LockedTable):
         what = f"columns {self._written_by_others} of table {self._name!r} were written in place by other code than the"
         advice = "table.update(rows, function) and `with table.rows(ids) as rows` write rows that saves can follow"
         warn(f"{what} table's, so saves copy all of its rows: {advice}", RuntimeWarning)
+
+
+def _check_not_averaged(table: str) -> None:
+    """Refuse to be copied into torch's AveragedModel: it averages parameters, and its copy would stay as it is now."""
+    frame = sys._getframe()
+    while (back := frame.f_back) is not None:
+        frame = back
+        if frame.f_code is AveragedModel.__init__.__code__:
+            raise UnsupportedError(
+                f"table {table!r} cannot be averaged: AveragedModel averages parameters, and rows of tables are none",
+                hint="average the modules without tables: AveragedModel(model.dense)",
+            )

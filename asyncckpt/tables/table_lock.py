@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from types import FunctionType
 
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.table import TableSchema
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.signals import uninterrupted, wait_in_steps
 from asyncckpt.system import register_at_fork
+from asyncckpt.tables.uncompiled import uncompiled
 
 TABLE_WAIT_S_MAX = 600.0
 _USES_THAT_READ = ("cut", "listing", "reading")
@@ -111,6 +113,11 @@ class _Hold:
 
 class LockedTable:
     """A table with a name, a shard, a schema and a lock: what tables of all kinds have. Arguments have been checked."""
+
+    def __init_subclass__(cls) -> None:
+        for name, value in list(vars(cls).items()):
+            if isinstance(value, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, uncompiled(value))
 
     def __init__(self, name: str, schema: TableSchema, *, shard: Shard, replicated: bool = False) -> None:
         self._name = name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -19,6 +19,7 @@ from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64, U8
 from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.candidates import CANDIDATES, CandidateTable
+from asyncckpt.tables.cut import HashTableLoad
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_device import RowDevice, sent, spread
@@ -244,6 +245,22 @@ class TrainedTable(StoredTable):
                 self._candidates.remove(flat)
 
     @uninterrupted
+    def remove(self, ids: IdsLike) -> int:
+        """Remove ids (int64, any shape), also from the candidates for admission, and return how many had a row.
+
+        Other ids may get their rows.
+        """
+        removed_count = super().remove(ids)
+        if self._candidates is not None:
+            self._candidates.remove(ids)
+        return removed_count
+
+    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> HashTableLoad:
+        load = super().begin_load(clear=clear, rows_count=rows_count, filled=filled)
+        load.then = self._forget_admitted
+        return load
+
+    @uninterrupted
     def clear(self) -> None:
         """Remove all ids, candidates for admission too; the capacity stays, and the size of a cache."""
         with self._lock.hold("clear"):
@@ -364,6 +381,14 @@ class TrainedTable(StoredTable):
             if use is not None:
                 use(rows)
         return rows
+
+    def _forget_admitted(self) -> None:
+        """Take ids that a load has given a row out of the candidates. Their own load, if any, has ended before."""
+        if self._candidates is not None:
+            waiting = self._candidates.ids().numpy()
+            with self._lock.hold("lookup"):
+                known = self._known(waiting)
+            self._candidates.remove(waiting[known])
 
     def _admitted(self, ids: I64, candidates: CandidateTable) -> I64:
         """Count a lookup of the absent ids among ids and return those that get a row now, distinct.

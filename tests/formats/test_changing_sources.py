@@ -120,7 +120,7 @@ def test_memory_that_is_not_there_while_a_source_is_opened_is_said(
 
     where, what = OPENED[name]
     monkeypatch.setattr(importlib.import_module(where), what, refuse)
-    with pytest.raises(IOFailedError, match="not enough memory to read"):
+    with pytest.raises(IOFailedError, match="there is not enough memory for what "):
         IMPORTS[name](source, tmp_path / "target")
 
 

@@ -69,7 +69,7 @@ def run_compaction(
         if chain.newest.head.folder_name in going:
             raise NotFoundError(f"step {step} of {str(root.path)!r} is being removed")
         if chain.newest.head.kind == "full":
-            return SaveResult(step=step, kind="full", path=root.path, skipped=True, seconds=time.perf_counter() - begun)
+            return _skipped(commits, step, begun)
         try:
             with PatientReader(root, chain, cancelled=progress) as reader:
                 folded = fold_chain(chain, reader, progress)
@@ -94,6 +94,11 @@ def run_compaction(
         bytes_logical=sum(part.bytes for part in folded),
         bytes_written=published.manifest_bytes + sum(file.bytes for file in draft.head.files),
     )
+
+
+def _skipped(commits: Commits, step: int, begun: float) -> SaveResult:
+    seconds = time.perf_counter() - begun
+    return SaveResult(step=step, kind="full", path=commits.root.path, skipped=True, seconds=seconds)
 
 
 def _write(
@@ -132,11 +137,14 @@ def _body(part: FoldedPart, own: CopiedBlocks, reader: ChainReader) -> BodyTempl
 def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     """Begin to compact a step (None: the newest) on a thread of `rewriters`, without the save lock.
 
-    Other ranks leave the work to rank 0 and skip it. UsageError; NotFoundError when there is no step at all.
+    Other ranks leave the work to rank 0 and skip it. One that retention, or a loop that goes back, takes away meanwhile
+    ends as skipped: training has nothing to do with it. UsageError; NotFoundError when there is no step at all.
     """
     target.commits.check_not_in_doubt()
     step = check_step(step)
-    chosen = newest_step(target.root.in_calls) if step is None else step
+    seen = target.root.in_calls
+    chosen = newest_step(seen) if step is None else step
+    was_there = step is None or is_committed(seen, chosen)
     what = f"compaction of step {chosen}"
     future = SaveFuture(step=chosen, path=target.root.path, what=what, pools=(rewriters,))
     if target.rank:
@@ -145,13 +153,19 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
 
     def work() -> SaveResult:
         future.enter(FutureState.WRITING)
-        return run_compaction(
-            target.commits,
-            chosen,
-            options=target.options,
-            progress=future.native_progress,
-            may_commit=lambda: future.enter(FutureState.COMMITTING),
-        )
+        begun = time.perf_counter()
+        try:
+            return run_compaction(
+                target.commits,
+                chosen,
+                options=target.options,
+                progress=future.native_progress,
+                may_commit=lambda: future.enter(FutureState.COMMITTING),
+            )
+        except NotFoundError:
+            if not was_there:
+                raise
+            return _skipped(target.commits, chosen, begun)
 
     rewriters.submit(future.end_with, work)
     return future

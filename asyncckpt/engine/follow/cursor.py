@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncckpt import system
@@ -31,11 +31,13 @@ _HINT = "remove the file to begin with the oldest step, or give the last step as
 class SeenStep:
     """A step that a consumer has finished.
 
-    digests: of its manifest, and of the manifest that it replaces, if any; empty if unknown.
+    digests: of its manifest, and of the manifest that it replaces, if any; empty if unknown. versions: of the files
+    that were found to be that manifest, so that they are read once.
     """
 
     step: int
     digests: tuple[str, ...]
+    versions: set[object] = field(default_factory=set, compare=False)
 
     @staticmethod
     def of(manifest: Manifest) -> SeenStep:

@@ -1,6 +1,7 @@
 """One update of a follower: a committed step, with its files open, as a change of the previous step.
 
-1. Find the oldest step after the last finished one; read its chain and open all files.
+1. Find the oldest step after the last finished one; read its chain and open all files. While there is none, and the
+   last finished one is gone or was saved anew, training has gone back: then it is the newest step that there is.
 2. It is a delta if its chain contains the last finished step, with one of that step's digests, and only deltas after
    it. Then the layers after that step are the change.
 3. Load: tables that hold the last finished step get the change, removals first, then rows; others the whole chain.
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import weakref
@@ -26,10 +28,12 @@ from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
 from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.follow.cursor import SeenStep
-from asyncckpt.engine.load.run_load import fill, give_state_dicts, report_of, with_scalars
+from asyncckpt.engine.load.run_load import empty_companions, fill, give_state_dicts, report_of, with_scalars
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
+from asyncckpt.format.names import compacted_manifest_name, manifest_name
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
@@ -72,7 +76,8 @@ def seen_step(path: Place, step: int) -> SeenStep:
 
 
 def find_update(path: Place, seen: SeenStep | None) -> OpenUpdate | None:
-    """Open the oldest step after the last finished one; None while there is none.
+    """Open the oldest step after the last finished one, or the newest when training has gone back behind that; None
+    while there is nothing new.
 
     Raises CorruptError if it is damaged, IncompatibleError, UnsupportedError, IOFailedError.
     """
@@ -85,10 +90,36 @@ def find_update(path: Place, seen: SeenStep | None) -> OpenUpdate | None:
     with root:
 
         def look() -> OpenUpdate | None:
-            step = next((step for step in committed_steps(root) if seen is None or step > seen.step), None)
+            steps = committed_steps(root)
+            step = next((step for step in steps if seen is None or step > seen.step), None)
+            if step is None and steps and seen is not None and not _is_there(root, seen):
+                step = steps[-1]
             return None if step is None else OpenUpdate(root, step, seen)
 
         return look_again(root, look)
+
+
+def _is_there(root: ReadRoot, seen: SeenStep) -> bool:
+    """Return whether the checkpoint that was seen, or a compacted one of it, still is the one of its step."""
+    now = _versions(root, seen.step)
+    if seen.digests and now not in seen.versions:
+        try:
+            if not {*SeenStep.of(read_manifest(root, seen.step)).digests} & {*seen.digests}:
+                return False
+        except NotFoundError:
+            return False
+        except CheckpointError:
+            return True  # It was sound when it was seen.
+        seen.versions.add(now)
+    return True
+
+
+def _versions(root: ReadRoot, step: int) -> object:
+    found = []
+    for name in (manifest_name(step), compacted_manifest_name(step)):
+        with contextlib.suppress(NotFoundError):
+            found.append((name, root.manifests.version(name)))
+    return tuple(found)
 
 
 class OpenUpdate:
@@ -98,11 +129,13 @@ class OpenUpdate:
     """
 
     def __init__(self, root: ReadRoot, step: int, seen: SeenStep | None) -> None:
+        versions = _versions(root, step)  # Before it is read: it may be replaced meanwhile.
         chain = read_chain(root, step)
         self.path = root.path
         self.step = step
-        self.seen = SeenStep.of(chain.newest)
-        self.previous = seen.step if seen is not None and _is_change_of(chain, seen) else None
+        self.seen = replace(SeenStep.of(chain.newest), versions={versions})
+        self._base = seen if seen is not None and _is_change_of(chain, seen) else None
+        self.previous = None if self._base is None else self._base.step
         self.metadata: Mapping[str, Any] = metadata_of(chain.newest)
         self._chain = chain
         self._contents = contents_of(chain)
@@ -121,7 +154,7 @@ class OpenUpdate:
         tables: Mapping[str, Table],
         state: Mapping[str, Any],
         *,
-        held: dict[str, tuple[Table, int]],
+        held: dict[str, tuple[Table, SeenStep]],
         strict: bool,
         progress: Progress,
     ) -> LoadReport:
@@ -133,12 +166,12 @@ class OpenUpdate:
         changes = {
             name: change
             for name, change in self._changes.items()
-            if name in tables and before[name][0] is tables[name] and before[name][1] == self.previous
+            if name in tables and before[name][0] is tables[name] and before[name][1] == self._base
             if not self._is_whole(name) and _can_take(tables[name], change)
         }
         with self._reading(progress) as reader:
             report = self._load(tables, state, changes, reader, strict=strict)
-        held |= {name: (table, self.step) for name, table in tables.items()}
+        held |= {name: (table, self.seen) for name, table in tables.items()}
         return report
 
     def _load(
@@ -159,9 +192,10 @@ class OpenUpdate:
         whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in changes))
         changed = [_plan_of_change(item, changes[item.name]) for item in plan.tables if item.name in changes]
         removed = _read_removed([[shard for shard, _ in item.sources] for item in changed], reader)
-        rebuilt, rows = fill(whole, reader, clear=True)
-        for item, ids in zip(changed, removed, strict=True):
+        for item, ids in zip(changed, removed, strict=True):  # First: of an id, it removes also what waits for a row.
             _remove(item, ids)
+        rebuilt, rows = fill(whole, reader, clear=True)
+        empty_companions(whole.tables, plan)
         # A change that only removes ids has no rows to load, and perhaps no columns.
         over = [
             item for item in changed if any(layer.rows_count for shard, _ in item.sources for layer in shard.layers)
@@ -234,7 +268,8 @@ class OpenUpdate:
                 self._reader = self._open(root)
         self._reader.progress = progress or Progress()
         try:
-            yield self._reader
+            with enough_memory(f"step {self.step} of {str(self.path)!r}"):
+                yield self._reader
         except BaseException:
             self.close()
             raise

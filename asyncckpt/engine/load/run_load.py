@@ -11,7 +11,7 @@ checkpoint of several ranks, everything that this one needs) is read and checked
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,13 +31,14 @@ from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, N
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import VALUE, descend, leaf_of, leaves, path_name, rebuild, tensor_paths, unique_names
 from asyncckpt.format.tree import Path as LeafPath
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
-from asyncckpt.model.table import Table
+from asyncckpt.model.table import HasCompanions, Table
 from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of
 from asyncckpt.plan.load_info import LoadFilter
-from asyncckpt.plan.load_plan import LoadPlan, make_load_plan
+from asyncckpt.plan.load_plan import LoadPlan, TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, is_extra_state
 from asyncckpt.plan.overlapping_targets import put_in_place
 from asyncckpt.shard.reader import ChainReader
@@ -102,11 +103,12 @@ def run_load(
     while True:
         begun = time.perf_counter()
         try:
-            if isinstance(root, StoreRoot) and request.step is None and request.strict:
-                # There, what is open does not stay readable. Not strict, two steps could be mixed in the targets.
-                report = look_again(root, lambda: load_open(root, request, look(), on_read))
-            else:
-                report = load_open(root, request, look_again(root, look), on_read)
+            with enough_memory(f"a load from {str(root.path)!r}"):
+                if isinstance(root, StoreRoot) and request.step is None and request.strict:
+                    # There, what is open does not stay readable. Not strict, two steps could be mixed in the targets.
+                    report = look_again(root, lambda: load_open(root, request, look(), on_read))
+                else:
+                    report = load_open(root, request, look_again(root, look), on_read)
         except (CorruptError, NotFoundError) as error:
             if step is None or step in passed_over or not request.fallback:
                 raise
@@ -178,6 +180,8 @@ def load_open(
             verify_blocks(reader, numbers, bytes_total=chain.bytes_total)
         bytes_before = reader.bytes_read
         rebuilt, rows = fill(plan, reader, clear=not request.merge, on_read=on_read)
+        if not request.merge:
+            empty_companions(plan.tables, plan)
         bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
@@ -244,6 +248,16 @@ def fill(
         raise
     opened.end(ok=True)
     return rebuilt, opened.rows
+
+
+def empty_companions(emptied: Iterable[TableLoadPlan], plan: LoadPlan) -> None:
+    """Empty what belongs to tables that were emptied and loaded, and is not in the checkpoint: it is of other rows."""
+    loaded = {id(item.table) for item in plan.tables}
+    for item in emptied:
+        if isinstance(item.table, HasCompanions):
+            for companion in item.table.companions().values():
+                if id(companion) not in loaded:
+                    companion.begin_load(clear=True, rows_count=0, filled=()).end(True)
 
 
 def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPath, Any]) -> None:

@@ -22,6 +22,7 @@ from asyncckpt.format.names import (
     attempt_of_directory,
     split_shard_path,
 )
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.result import VerifyReport
 from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress, core
@@ -42,7 +43,7 @@ def verify(root: ReadRoot, step: int | None = None, *, progress: Progress | None
         return chain, ChainReader(root.data, chain, threads=READ_THREADS, verify=False, progress=progress)
 
     chain, reader = look_again(root, look)
-    with reader:
+    with reader, enough_memory(f"step {chain.step}"):
         verify_blocks(reader, range(len(chain.blocks)), bytes_total=chain.bytes_total)
         report = VerifyReport(
             step=chain.step,

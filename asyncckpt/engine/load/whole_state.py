@@ -5,6 +5,7 @@ So the state comes back as it was saved, through the same load as into any other
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import MAPPINGS, TENSOR, VALUE, Node, Path, leaf_of, leaves, rebuild, unique_names
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.table import ID_COLUMN, Column, TableCut, TableSchema
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.contents import Contents, StoredDense
@@ -144,9 +146,12 @@ def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path)
 
 def _made(stored: StoredDense, device: torch.device, wanted: WholeRequest) -> torch.Tensor:
     dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-    with torch.inference_mode(False):  # An optimizer could not update it later.
-        if wanted.empty is not None and device.type == "cpu":
-            return wanted.empty(stored.shape, dtype)
+    if wanted.empty is not None and device.type == "cpu":
+        return wanted.empty(stored.shape, dtype)
+    # An optimizer could not update one of inference mode later.
+    with torch.inference_mode(False), enough_memory(
+        f"tensor {stored.name!r}, {math.prod(stored.shape) * dtype.itemsize} bytes"
+    ):
         return torch.empty(stored.shape, dtype=dtype, device=device)
 
 

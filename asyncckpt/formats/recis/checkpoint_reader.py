@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from asyncckpt.arguments import check_type
 from asyncckpt.errors import NotFoundError
 from asyncckpt.formats.data_files import read_arrays
 from asyncckpt.formats.recis.directory import RecisDirectory, StoredArray
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 
@@ -56,7 +58,9 @@ class CheckpointReader:
     def read_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor; of a slot, the rows of all slices one behind the other. NotFoundError, CorruptError,
         IOFailedError."""
-        tensor = torch.empty(self.tensor_shape(name), dtype=self.tensor_dtype(name), device="cpu")
+        shape, dtype = self.tensor_shape(name), self.tensor_dtype(name)
+        with enough_memory(f"tensor {name!r}, {math.prod(shape) * dtype.itemsize} bytes"):
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
         at = tensor.data_ptr()
         wanted = []
         for array in self._find(name):

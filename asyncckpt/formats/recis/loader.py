@@ -18,7 +18,14 @@ import torch
 from asyncckpt.adapters import tables_of
 from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.arguments import check_int, check_type
-from asyncckpt.engine.load.run_load import fill, give_state_dicts, report_of, warn_if_empty, with_scalars
+from asyncckpt.engine.load.run_load import (
+    empty_companions,
+    fill,
+    give_state_dicts,
+    report_of,
+    warn_if_empty,
+    with_scalars,
+)
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.tree import path_name, unique_names
@@ -113,6 +120,8 @@ class Loader:
             reader.check_ids(_slices(plan))
             before = reader.bytes_read
             rebuilt, rows = fill(plan, reader, clear=not self._merge)
+            if not self._merge:
+                empty_companions(plan.tables, plan)
             read = reader.bytes_read - before
         give_state_dicts(plan, contents, rebuilt)
         warn_if_empty(report, strict=self._strict)

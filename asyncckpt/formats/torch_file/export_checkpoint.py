@@ -37,6 +37,7 @@ from asyncckpt.format.weights_only import why_refused
 from asyncckpt.formats.conversion import Conversion, ExportReport, warn_of_left_out
 from asyncckpt.formats.run_export import plan_export
 from asyncckpt.formats.torch_file.archive import read_archive
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy, Durability
 from asyncckpt.plan.contents import Contents, contents_of
@@ -122,7 +123,8 @@ def export(asked: Conversion) -> ExportReport:
     plan_export(asked, ExportPlan.of)  # What is refused makes no folders.
     file, durability, progress = asked.exported, asked.options.durability, asked.progress
     with NewEntry(file, kind="torch", durability=durability) as entry, FileMemory(entry.scratch_file()) as memory:
-        plan, state = _load(asked, memory)
+        with enough_memory("what is exported"):
+            plan, state = _load(asked, memory)
         try:
             size = _write(entry, state, durability)
             progress.advance(size)

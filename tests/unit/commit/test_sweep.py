@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +16,7 @@ from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.sweep import sweep
-from asyncckpt.format.names import Attempt, Mark
+from asyncckpt.format.names import Attempt, Mark, pin_name, upload_mark_name
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
@@ -62,6 +66,61 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(saved: Written) -> 
     assert swept(saved.root) == [stuck]
     assert folders(saved.root) == {saved.folder.name}
     assert marks(saved.root) == []
+
+
+STUCK = {
+    "temporary": lambda number: f"manifests/.m-{number:032x}",
+    "announced": lambda number: f"manifests/{Mark(f'{number:032x}', Attempt.new(7).directory).name}",
+    "pin": lambda number: f"manifests/{pin_name(90 + number)}",
+    "upload mark": lambda number: f"manifests/{upload_mark_name(Attempt.new(7))}",
+    "folder": lambda number: f"data/{Attempt.new(8).directory}",
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_kind_of_leftover_that_cannot_be_removed_keeps_others(
+    saved: Written, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """It is a folder or is busy, and is named at the end; the next sweep goes on."""
+    print(f"seed {seed}")
+    chosen, busy, stuck, others = random.Random(seed), set[str](), list[Path](), list[Path]()
+    kinds = (
+        chosen.sample(sorted(STUCK), chosen.randrange(1, len(STUCK) + 1))
+        if seed >= len(STUCK)
+        else [sorted(STUCK)[seed]]
+    )
+    for number, (kind, make) in enumerate(STUCK.items()):
+        for is_stuck in [False, kind in kinds]:
+            path = saved.root / make(2 * number + is_stuck)
+            (stuck if is_stuck else others).append(path)
+            if kind == "folder":
+                path.mkdir()
+                (path / "within").mkdir() if is_stuck else (path / "within").touch()
+            elif is_stuck and chosen.random() < 0.5:
+                path.mkdir()
+            else:
+                path.touch()
+                busy.update({path.name} if is_stuck else ())
+    plain = Directory.remove_file
+
+    def remove_file(folder: Directory, name: str, **options: Any) -> bool:
+        if name in busy:
+            raise IOFailedError(f"file {name!r} cannot be removed: busy", errno=errno.EBUSY)
+        return plain(folder, name, **options)
+
+    monkeypatch.setattr(Directory, "remove_file", remove_file)
+    for sweeping in (swept, collect_garbage):
+        with pytest.raises(IOFailedError) as told:
+            sweeping(saved.root)
+        assert all(path.name in str(told.value) for path in stuck)
+        assert [path.exists() for path in (*stuck, *others)] == [True] * len(stuck) + [False] * len(others)
+        for path in others:
+            path.mkdir() if path.parent.name == "data" else path.touch()
+    monkeypatch.undo()
+    for path in stuck:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    collect_garbage(saved.root)
+    assert folders(saved.root) == {saved.folder.name}
 
 
 def test_a_save_goes_on_beside_what_cannot_be_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

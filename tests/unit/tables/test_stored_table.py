@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import swa_utils
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.tables import HashEmbedding, HashEmbeddingBag, HashTable, MultiLevelTable, Slot, SparseAdam, Uniform
 from asyncckpt.tables.trained_table import TrainedTable
 
@@ -129,3 +130,30 @@ def test_a_copy_is_whole_or_refused_while_the_table_is_in_a_cut(table: TrainedTa
         copy.deepcopy(table)
     cut.fence()
     assert contents(copy.deepcopy(table)) == contents(table)
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.5)},
+    "swa": {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn(), "use_buffers": True},
+    "own": {"avg_fn": lambda average, now, _: average.lerp(now, 0.5)},
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_with_a_table_is_averaged_without_it_or_not_at_all(kind: str, average: str) -> None:
+    """torch's average is a copy whose parameters follow: rows would stay as they were, without a word."""
+    table = KINDS[kind]("user", 3)
+    model = torch.nn.ModuleDict({"embedding": HashEmbedding(table), "dense": torch.nn.Linear(3, 1)})
+
+    class OwnAverage(swa_utils.AveragedModel):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__(model, **AVERAGES[average])
+
+    for averaged in (model, model["embedding"], torch.nn.Sequential(model)):
+        with pytest.raises(UnsupportedError, match="table 'user' cannot be averaged") as refused:
+            OwnAverage(averaged)
+        assert "AveragedModel(model.dense)" in str(refused.value)
+    OwnAverage(model["dense"]).update_parameters(model["dense"])
+    assert len(copy.deepcopy(model)["embedding"].table) == 0
