@@ -16,15 +16,18 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import asyncckpt
 from asyncckpt.dcp import AsyncStager
+from asyncckpt.engine.save import run_save, save_job
 from asyncckpt.staging.pool import pool
-from tests.interrupts.places import act_at, places_of
+from tests.interrupts.places import Place, act_at, places_of
 
 WAIT_S_MAX = 60.0
 SHAPE = 64, 64  # As large as what steps wait for.
@@ -96,17 +99,26 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     return whole.dtype, tuple(whole.shape), whole.view(torch.uint8).numpy().tobytes()
 
 
-Save = Callable[[], Bits]
+@dataclass(frozen=True)
+class Saves:
+    """save: makes one. saved: returns what it holds."""
+
+    save: Callable[[], object]
+    saved: Callable[[], Bits]
+
+    def next(self) -> Bits:
+        self.save()
+        return self.saved()
 
 
 @contextmanager
-def by_a_saver(world: World, *, is_blocking: bool = False, tables: bool = False, **options: Any) -> Iterator[Save]:
+def by_a_saver(world: World, *, is_blocking: bool = False, tables: bool = False, **options: Any) -> Iterator[Saves]:
     hashtables = {"t": world.table} if tables else None
     with asyncckpt.Saver(
         path=world.path, tensors=world.state, hashtables=hashtables, durability="none", keep=2, **options
     ) as saver:
 
-        def save() -> Bits:
+        def save() -> None:
             world.step += 1
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -114,37 +126,71 @@ def by_a_saver(world: World, *, is_blocking: bool = False, tables: bool = False,
                     saver.save(world.step)
                 else:
                     saver.save_async(world.step).result(WAIT_S_MAX)
-            return world.checkpoint()
 
-        yield save
+        yield Saves(save, world.checkpoint)
 
 
 @contextmanager
-def by_dcp(world: World) -> Iterator[Save]:
-    stager = AsyncStager()
+def before_steps(world: World) -> Iterator[Saves]:
+    # Nothing steps here, and no write takes long.
+    with patch.object(save_job, "WRITE_S_MAX", 0.0):
+        with by_a_saver(world, device=asyncckpt.DeviceOptions(optimizers=[world.optimizer])) as saves:
+            yield saves
 
-    def save() -> Bits:
+
+@contextmanager
+def by_dcp(world: World) -> Iterator[Saves]:
+    stager, staged = AsyncStager(), dict[str, torch.Tensor]()
+
+    def save() -> None:
         tensors = {**dict(world.module.named_parameters()), **dict(world.module.named_buffers())}
-        staged = stager.stage({**tensors, "plain": world.plain, "strided": world.strided})
-        assert isinstance(staged, dict)
-        return {name: bits(tensor) for name, tensor in staged.items()}
+        found = stager.stage({**tensors, "plain": world.plain, "strided": world.strided})
+        assert isinstance(found, dict)
+        staged.update(found)
 
-    yield save
+    yield Saves(save, lambda: {name: bits(tensor) for name, tensor in staged.items()})
 
 
-SAVES: dict[str, Callable[[World], Any]] = {
+@contextmanager
+def written_by(run: Callable[[Callable[[], object]], object]) -> Iterator[None]:
+    """Let the thread that writes the files of a save do that within `run`."""
+    inner = run_save.write_files
+
+    def write_files(*arguments: Any) -> Any:
+        written: list[Any] = []
+        run(lambda: written.append(inner(*arguments)))
+        return written[0]
+
+    with patch.object(run_save, "write_files", write_files):
+        yield
+
+
+def places_within(saves: Saves, *, in_background: bool) -> list[Place]:
+    if not in_background:
+        return places_of(saves.save)
+    found: list[Place] = []
+    with written_by(lambda write: found.extend(places_of(write))):
+        saves.save()
+    return found
+
+
+# Those of the second kind read the state while the caller waits.
+STAGED: dict[str, Callable[[World], Any]] = {
     "staged": by_a_saver,
     "with a table": lambda world: by_a_saver(world, tables=True),
+    "before steps": before_steps,
+    "by DCP": by_dcp,
+}
+READ_LATER: dict[str, Callable[[World], Any]] = {
     "blocking": lambda world: by_a_saver(world, is_blocking=True),
     "over the limit": lambda world: by_a_saver(world, host_memory_limit=0),
     "filtered": lambda world: by_a_saver(world, is_blocking=True, filter_func=list),
-    "before steps": lambda world: by_a_saver(world, device=asyncckpt.DeviceOptions(optimizers=[world.optimizer])),
-    "by DCP": by_dcp,
 }
+CASES = [*((kind, False) for kind in STAGED), *((kind, there) for kind in READ_LATER for there in (False, True))]
 
 
-def mistakes(path: Path, kind: str, *, count: int, seed: int) -> list[str]:
-    """Return what was wrong with saves of a kind, disturbed at some of their places."""
+def mistakes(path: Path, kind: str, *, in_background: bool, count: int, seed: int) -> list[str]:
+    """Return what was wrong with saves of a kind, disturbed at some places of the call, or of the background."""
     draw, world, found = random.Random(f"{seed} {kind}"), World(path), list[str]()
     before = signal.signal(signal.SIGUSR1, lambda *_: handled.pop()())
     handled: list[Callable[[], object]] = []
@@ -160,11 +206,11 @@ def mistakes(path: Path, kind: str, *, count: int, seed: int) -> list[str]:
 
     ways = {"a handler": by_handler, "a thread": by_thread, "a finalizer": lambda work: Finalizer(work) and None}
     try:
-        with SAVES[kind](world) as save:
+        with {**STAGED, **READ_LATER}[kind](world) as saves:
             for _ in range(3):
-                assert save() == world.bits()
+                assert saves.next() == world.bits()
             pool.trim()
-            places = places_of(save)
+            places = places_within(saves, in_background=in_background)
             assert len(places) > 100
             for number in sorted(draw.sample(range(len(places)), min(count, len(places)))):
                 fact, way = draw.choice(list(FACTS)), draw.choice(list(ways))
@@ -173,27 +219,38 @@ def mistakes(path: Path, kind: str, *, count: int, seed: int) -> list[str]:
                 left += [(place, lambda way=way: ways[way](lambda: world.move("memory"))) for place in others]
                 shown = f"seed {seed}, {kind}, {fact} by {way} at " + ", ".join(place.where for place, _ in left)
                 pool.trim()  # So that it is touched anew.
-                found += [f"{shown}: {wrong}" for wrong in disturbed(world, save, left)]
+                found += [f"{shown}: {wrong}" for wrong in disturbed(world, saves, left, in_background)]
                 if draw.random() < 0.7:
                     world.move("memory")
-                for turn in range(2):
-                    if save() != world.bits():
-                        found.append(f"{shown}: save {turn + 1} after it is wrong")
+                found += [f"{shown}: {wrong}" for _ in range(2) for wrong in undisturbed(world, saves)]
     finally:
         signal.signal(signal.SIGUSR1, before)
     return found
 
 
-def disturbed(world: World, save: Save, left: list[Any]) -> list[str]:
+def undisturbed(world: World, saves: Saves) -> list[str]:
+    """Make one save; return what is wrong with it."""
+    try:
+        return [] if saves.next() == world.bits() else ["a save after it is wrong"]
+    except asyncckpt.CheckpointError as error:
+        return [f"a save after it: {error}"]
+
+
+def disturbed(world: World, saves: Saves, left: list[Any], in_background: bool) -> list[str]:
     """Make one save, disturbed at some places; return what is wrong with it."""
     world.states = [world.bits()]
-    saved: list[Bits] = []
     try:
-        act_at(lambda: saved.append(save()), left)
+        if in_background:
+            with written_by(lambda write: act_at(write, left)):
+                saves.save()
+        else:
+            act_at(saves.save, left)
     except asyncckpt.UsageError as error:
         return [] if "tensor" in str(error) else [f"refused without a name: {error}"]
+    except Exception as error:  # Also what torch raises: nobody is told which tensor it was.
+        return [f"{type(error).__name__}: {error}"]
     return [
         f"{name} is none of what it was: {facts[:2]}"
-        for name, facts in saved[0].items()
+        for name, facts in saves.saved().items()
         if not any(facts == state[name] for state in world.states)
     ]

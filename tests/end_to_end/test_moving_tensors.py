@@ -12,24 +12,24 @@ import torch
 
 from asyncckpt.native.tensors import Places
 from asyncckpt.plan.leaf_facts import LeafFacts, read_places
-from tests.end_to_end.moving_tensors import SAVES, mistakes
+from tests.end_to_end.moving_tensors import CASES, mistakes
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has its places elsewhere")
 SEED = int(os.environ.get("ASYNCCKPT_FAULT_SEED", "1"))
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("kind", SAVES)
-def test_each_save_holds_the_state_or_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "in_background"), CASES)
+def test_each_save_holds_the_state_or_is_refused_by_name(tmp_path: Path, kind: str, in_background: bool) -> None:
     print("seed", SEED)
-    assert mistakes(tmp_path / "d", kind, count=8, seed=SEED) == []
+    assert mistakes(tmp_path / "d", kind, in_background=in_background, count=5, seed=SEED) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", SAVES)
-def test_at_every_place_each_save_holds_the_state_or_is_refused_by_name(tmp_path: Path, kind: str) -> None:
-    assert mistakes(tmp_path / "d", kind, count=1_000_000, seed=SEED) == []
+@pytest.mark.parametrize(("kind", "in_background"), CASES)
+def test_each_save_is_right_or_refused_at_every_place(tmp_path: Path, kind: str, in_background: bool) -> None:
+    assert mistakes(tmp_path / "d", kind, in_background=in_background, count=1_000_000, seed=SEED) == []
 
 
 def test_a_plan_that_is_trusted_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,5 +37,5 @@ def test_a_plan_that_is_trusted_would_be_found(tmp_path: Path, monkeypatch: pyte
         return read_places(tensors)
 
     monkeypatch.setattr(LeafFacts, "places", trusted)
-    found = mistakes(tmp_path / "d", "with a table", count=8, seed=SEED)
-    assert any("is none of what it was" in mistake or "after it is wrong" in mistake for mistake in found)
+    found = mistakes(tmp_path / "d", "staged", in_background=False, count=16, seed=1)
+    assert found != []
