@@ -133,9 +133,9 @@ def by_a_saver(world: World, *, is_blocking: bool = False, tables: bool = False,
 @contextmanager
 def before_steps(world: World) -> Iterator[Saves]:
     # Nothing steps here, and no write takes long.
-    with patch.object(save_job, "WRITE_S_MAX", 0.0):
-        with by_a_saver(world, device=asyncckpt.DeviceOptions(optimizers=[world.optimizer])) as saves:
-            yield saves
+    device = asyncckpt.DeviceOptions(optimizers=[world.optimizer])
+    with patch.object(save_job, "WRITE_S_MAX", 0.0), by_a_saver(world, device=device) as saves:
+        yield saves
 
 
 @contextmanager
@@ -212,9 +212,12 @@ def mistakes(path: Path, kind: str, *, in_background: bool, count: int, seed: in
             pool.trim()
             places = places_within(saves, in_background=in_background)
             assert len(places) > 100
-            for number in sorted(draw.sample(range(len(places)), min(count, len(places)))):
+            drawn = draw.sample(range(len(places)), min(count, len(places)))
+            # What happened before the background began shows at its first places.
+            for number in sorted({*drawn, *range(2 if in_background else 0)}):
                 fact, way = draw.choice(list(FACTS)), draw.choice(list(ways))
-                others = [place for place in places[number + 1 :] if draw.random() < 0.5][:1]
+                later = places[number + 1 :]
+                others = [draw.choice(later)] if later and draw.random() < 0.5 else []
                 left = [(places[number], lambda fact=fact, way=way: ways[way](lambda: world.move(fact)))]
                 left += [(place, lambda way=way: ways[way](lambda: world.move("memory"))) for place in others]
                 shown = f"seed {seed}, {kind}, {fact} by {way} at " + ", ".join(place.where for place, _ in left)
