@@ -27,6 +27,7 @@ from asyncckpt.model.source import one_behind_the_other
 from asyncckpt.model.table import CacheCopy, TableCut, can_be_deferred
 from asyncckpt.native import U8, core
 from asyncckpt.plan.deferred_tables import MAP_ITEM_BYTES, CacheArea
+from asyncckpt.plan.dense_blocks import BY_TORCH
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
 from asyncckpt.snapshot.overlay import Overlay
@@ -51,7 +52,8 @@ def capture(
     What has to come from devices is added to `copies`. Headers are written by the shard room.
     """
     memory = torch.from_numpy(image)
-    put_by_torch(plan.pieces, look_at(plan, flat.now), copies, memory)
+    if (plan.ways.way[plan.pieces.tensor] == BY_TORCH).any():
+        put_by_torch(plan.pieces, look_at(plan, flat.now), copies, memory)
     segments = [table.segments(copies) for table in tables]
     for number, (index, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[index], column, number, copies, image))

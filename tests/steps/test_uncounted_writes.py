@@ -1,4 +1,4 @@
-"""Writes that torch does not count, so that a save with `optimizers=` cannot see them: the page on saving names each."""
+"""Writes that torch does not count, so a save with `optimizers=` cannot see them: the page on saving names each."""
 
 from __future__ import annotations
 
@@ -26,18 +26,12 @@ def batch_norm(tensor: torch.Tensor) -> None:
     torch.nn.functional.batch_norm(torch.rand(8, len(flat)), flat, torch.ones(len(flat)), training=True, momentum=1.0)
 
 
-def instance_norm(tensor: torch.Tensor) -> None:
-    flat = tensor.view(-1)
-    torch.nn.functional.instance_norm(torch.rand(2, len(flat), 9), flat, torch.ones(len(flat)), momentum=1.0)
-
-
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "`apply_`": lambda tensor: tensor.apply_(lambda _: 7.0),
     "`map_`": lambda tensor: tensor.map_(torch.ones_like(tensor), lambda a, b: a + b + 7),  # type: ignore[arg-type]
     "`map2_`": lambda tensor: tensor.map2_(tensor.clone(), tensor.clone(), lambda a, b, c: a + b + c + 7),  # type: ignore[attr-defined]
     "`torch.kron(out=)`": kron,
     "`F.batch_norm`": batch_norm,
-    "`F.instance_norm`": instance_norm,
     "`torch.library.custom_op`": write_undeclared,
 }
 
