@@ -23,32 +23,38 @@ _HINT = "call wait_staged() before anything but step() changes it, or leave its 
 class Watch:
     """Memory of a state: where it is, and how often it was written, at the call and now.
 
-    held: the tensors over it. counts: returns how often each of them was written, once or several times over.
+    counts: returns how often each tensor over it was written, once or several times over.
     """
 
     what = "tensor"
 
     def __init__(
-        self, held: Sequence[torch.Tensor], counts: Callable[[], list[int]], name: Callable[[int], str]
+        self, storages: Sequence[torch.UntypedStorage], counts: Callable[[], list[int]], name: Callable[[int], str]
     ) -> None:
         self._counts, self._name = counts, name
         self._before = counts()
-        self._storages = list(map(torch.Tensor.untyped_storage, held))
+        self._storages = storages
         self._begins = list(map(torch.UntypedStorage.data_ptr, self._storages))
         self._bytes = list(map(torch.UntypedStorage.nbytes, self._storages))
 
     @staticmethod
-    def of_tensors(held: Sequence[torch.Tensor], stepped: Sequence[torch.Tensor], name: Callable[[int], str]) -> Watch:
+    def of_tensors(
+        held: Sequence[torch.Tensor],
+        storages: Sequence[torch.UntypedStorage],
+        stepped: Sequence[torch.Tensor],
+        name: Callable[[int], str],
+    ) -> Watch:
         """Watch tensors of a state and, over the same memory, those of an optimizer, once or several times over.
 
-        RuntimeError for an inference tensor, whose writes torch does not count, and for a DTensor in inference mode.
+        storages: their memory, as it was when they were looked at. RuntimeError for an inference tensor, whose writes
+        torch does not count, and for a DTensor in inference mode.
         """
         is_same = all(map(is_, stepped, cycle(held)))
         counted = held if is_same else (*held, *stepped)
         # What shares the counter, for the tensor itself may be swapped with another one (torch.utils.swap_tensors).
         with torch._C.DisableTorchFunctionSubclass():
             counted = list(map(torch.Tensor.detach, counted))
-        return Watch(held, partial(_versions, counted), name)
+        return Watch(storages, partial(_versions, counted), name)
 
     def begin(self) -> None:
         """Begin to watch, before the memory may change."""
@@ -98,7 +104,9 @@ class TableWatch(Watch):
     ) -> None:
         names = tuple(columns)
         super().__init__(
-            list(columns.values()), partial(cut.writes_by_others, names), lambda number: f"{table}.{names[number]}"
+            list(map(torch.Tensor.untyped_storage, columns.values())),
+            partial(cut.writes_by_others, names),
+            lambda number: f"{table}.{names[number]}",
         )
         self._cut, self._names, self._let_write = cut, frozenset(names), let_write
 

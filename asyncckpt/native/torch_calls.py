@@ -62,6 +62,12 @@ class KnownTensors:
         objects = tensors if isinstance(tensors, np.ndarray) else np.fromiter(tensors, dtype=object, count=count)
         return core.tensor_places(self.calls, objects, self.facts)
 
+    def of_types(self, types: Sequence[type]) -> KnownTensors:
+        """Return the same facts of tensors of other types; these have no functions of their own in place of torch's."""
+        tensors = self.facts.tensors.copy()
+        tensors["type"] = np.fromiter(map(id, types), dtype=np.uint64, count=len(types))
+        return KnownTensors(self.calls, frozenset(types), TensorFacts(tensors, self.facts.shapes))
+
     def are_but_for_types(self, others: KnownTensors) -> bool:
         """Return whether these have the facts of others, whatever their types."""
         fields = [name for name in TENSOR.names or () if name != "type"]

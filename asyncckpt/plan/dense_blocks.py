@@ -14,6 +14,7 @@ from asyncckpt.model.table import Role
 from asyncckpt.native import I64
 from asyncckpt.plan.image import array_spec
 from asyncckpt.plan.leaf_checks import is_plain
+from asyncckpt.plan.shared_leaves import span
 
 BY_HOST, BY_TORCH = -1, -2
 
@@ -59,21 +60,23 @@ class CopyWays:
     """How tensors are copied, by their numbers: int64 [n] each.
 
     way: by address, from the device of this number or (BY_HOST) from memory of the host; or BY_TORCH, for strides and
-    other kinds of devices.
+    other kinds of devices. spans: bytes from the first element to behind the last one; 0 of what is not copied.
     """
 
     way: I64
     bytes: I64
     itemsizes: I64
+    spans: I64
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], int | None]) -> CopyWays:
         itemsizes = np.array([tensor.element_size() for tensor in tensors], dtype=np.int64)
-        return CopyWays(
-            way=np.array([_way(tensor, device_of(tensor)) for tensor in tensors], dtype=np.int64),
-            bytes=np.array([tensor.numel() for tensor in tensors], dtype=np.int64) * itemsizes,
-            itemsizes=itemsizes,
-        )
+        way = np.array([_way(tensor, device_of(tensor)) for tensor in tensors], dtype=np.int64)
+        bytes = np.array([tensor.numel() for tensor in tensors], dtype=np.int64) * itemsizes
+        spans = bytes.copy()
+        for number in np.flatnonzero(way == BY_TORCH).tolist():
+            spans[number] = span(tensors[number].shape, tensors[number].stride()) * itemsizes[number]
+        return CopyWays(way, bytes, itemsizes, spans)
 
 
 def _way(tensor: torch.Tensor, device: int | None) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from asyncckpt.format import limits
 from asyncckpt.native.torch_calls import KnownTensors
 from asyncckpt.native.walks import KnownWalk, Objects
-from asyncckpt.plan.state import FlatState, WalkedTensors, flatten, flatten_part
+from asyncckpt.plan.state import EncodedValues, FlatState, flatten, flatten_part
 from asyncckpt.plan.walk_recorder import Recorded, record
 
 
@@ -57,7 +57,6 @@ class KeptWalk:
             self._without -= 1
         else:
             self._kept = _Kept.of(state, flat)
-            flat.walk = self._kept
         return flat
 
 
@@ -118,15 +117,11 @@ class _Kept:
             flat.text_bytes += own.text_bytes
         if not self._is_still(state, taken):
             return None
-        places = self.known.places(tensors)
-        if places is None or flat.text_bytes > limits.MANIFEST_BYTES_MAX:
+        if self.known.places(tensors) is None or flat.text_bytes > limits.MANIFEST_BYTES_MAX:
             return None
         flat.tensors = flat.held = tensors.tolist()
         flat.values = values.tolist()
-        flat.walk = self
-        flat.walked = WalkedTensors(
-            tensors, self.known, places, recorded.attached, encoded=recorded.encoded, changing=recorded.changing
-        )
+        flat.encoded = EncodedValues(recorded.encoded, recorded.changing)
         return flat
 
     def _is_still(self, state: Mapping[str, Any], taken: Objects) -> bool:

@@ -27,12 +27,11 @@ from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 from asyncckpt.model.table import DeferredCut, Table, TableCut, TableSchema, can_be_deferred, owns_ids
 from asyncckpt.model.table_shard import Shard
-from asyncckpt.native.tensors import Places
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_checks import check_leaf
-from asyncckpt.plan.leaf_facts import LeafFacts
+from asyncckpt.plan.leaf_facts import LeafFacts, read_places
 from asyncckpt.plan.regions import column_specs
 from asyncckpt.plan.shared_leaves import LeafMemory, sharing_of
 from asyncckpt.plan.state import FlatState
@@ -59,8 +58,9 @@ class SavePlan:
 
     sharing: tied leaves have no blocks.
     columns: the first blocks of the image, by number: (table number, column name). pieces: the other ones, dense, as
-    pieces of FlatState.held; ways: how these are copied; facts: theirs. deferred: the blocks of these tables come
-    behind those of the image; they are not captured but exported later.
+    pieces of FlatState.held; ways: how these are copied; facts: theirs; memory: which of them share it, None where that
+    does not matter. deferred: the blocks of these tables come behind those of the image; they are not captured but
+    exported later.
     """
 
     image: ImagePlan
@@ -72,6 +72,7 @@ class SavePlan:
     pieces: TensorPieces
     ways: CopyWays
     facts: LeafFacts
+    memory: LeafMemory | None
     deferred: DeferredTables
 
     @cached_property
@@ -86,9 +87,22 @@ class SavePlan:
     def block_of_piece(self, number: int) -> int:
         return len(self.columns) + number
 
-    def dense_rows(self, block: int, flat: FlatState) -> torch.Tensor:
-        """Return the live rows of a dense block."""
-        return self.pieces.rows(block - len(self.columns), flat.held)
+    def dense_rows(self, block: int, held: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the live rows of a dense block. held: as those of the state."""
+        return self.pieces.rows(block - len(self.columns), held)
+
+    def name_of(self, tensor: int) -> str:
+        """Return the name of a tensor, by its number among FlatState.held."""
+        pieces = np.flatnonzero(self.pieces.tensor == tensor).tolist()
+        if pieces:
+            return self.image.blocks[self.block_of_piece(pieces[0])].spec.name
+        paths = [path for path, node in leaves(self.tree) if node is not VALUE]  # It is tied, or others write it.
+        return path_name(paths[tensor]) if tensor < len(paths) else f"of rank {tensor}"
+
+    def fits(self, held: Sequence[torch.Tensor]) -> bool:
+        """Return whether tensors of a state with this tree are what was planned."""
+        places = self.facts.places(held)
+        return places is not None and (self.memory is None or self.memory.is_shared_alike(places["address"]))
 
     @property
     def arena_bytes(self) -> int:
@@ -141,14 +155,12 @@ class PlanCache:
         spread = [(number, leaf.whole_shape, leaf.begins, leaf.is_writer) for number, leaf in flat.sharded.items()]
         key = (flat.tree, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
-        if kept is None or key != kept.key or not kept.is_of(flat, shares=shares):
+        if kept is None or key != kept.key or not kept.plan.fits(flat.held):
             if self._ranks_count == 1:
                 _check_all_here(flat)
-            flat.detach()
-            plan, memory = self._make(flat, cuts, choice[0], choice[1], by_peers, shares)
-            self._kept[choice] = kept = _KeptPlan(key, plan, memory)
+            plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares)
+            self._kept[choice] = kept = _KeptPlan(key, plan)
             self.plans_made_count += 1
-        kept.walk = flat.walk
         return kept.plan
 
     def _make(
@@ -159,7 +171,7 @@ class PlanCache:
         in_regions: Collection[str],
         by_peers: frozenset[int],
         shares: bool,
-    ) -> tuple[SavePlan, LeafMemory]:
+    ) -> SavePlan:
         taken = [f"{item.name}@{column.name}" for item in cuts for column in item.schema.columns]
         names = tensor_names(flat.tree, tables=[*(item.name for item in cuts), *taken])
         specs: list[BlockSpec] = []
@@ -177,11 +189,14 @@ class PlanCache:
             for spec in [part for column in columns_of for part in split_rows(column)]:
                 columns[len(specs)] = (number, str(spec.column))
                 specs.append(spec)
+        flat = flat.held_still()  # All that follows is of tensors of these very facts.
         for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
             if leaf not in flat.sharded:
                 check_leaf(tensor, name)
-        memory = LeafMemory(flat, self._device_of)
-        sharing = sharing_of(flat, memory.overlapping, memory.begins, names) if shares else NOTHING_SHARED
+        memory, sharing = None, NOTHING_SHARED
+        if shares:
+            memory = LeafMemory(flat, self._device_of, read_places(flat.held)["address"])
+            sharing = sharing_of(flat, memory.overlapping, memory.begins, names)
         left_out = by_peers.union(item.leaf for item in sharing.tied)
         parts = [(part, box, tensor) for box, tensor in _dense_specs(flat, names, left_out) for part in split_rows(box)]
         specs += [part for part, _, _ in parts]
@@ -198,8 +213,8 @@ class PlanCache:
         ways = CopyWays.of(flat.held, self._device_of)
         is_copied = np.isin(np.arange(len(flat.held)), pieces.tensor)
         # Nobody asks for the addresses of what other ranks write.
-        ways = replace(ways, way=np.where(is_copied, ways.way, BY_TORCH))
-        plan = SavePlan(
+        ways = replace(ways, way=np.where(is_copied, ways.way, BY_TORCH), spans=np.where(is_copied, ways.spans, 0))
+        return SavePlan(
             image=image,
             body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks], sharing=sharing),
             tree=flat.tree,
@@ -209,31 +224,15 @@ class PlanCache:
             pieces=pieces,
             ways=ways,
             facts=LeafFacts(flat.held),
+            memory=memory,
             deferred=opened,
         )
-        return plan, memory
 
 
-@dataclass
+@dataclass(frozen=True)
 class _KeptPlan:
-    """A plan, and of which kept walk the state was for which it was used last."""
-
     key: object
     plan: SavePlan
-    memory: LeafMemory
-    walk: object = None
-
-    def is_of(self, flat: FlatState, *, shares: bool) -> bool:
-        """Return whether the plan is one for this state, whose tree is the same."""
-        if flat.walked is not None and flat.walk is self.walk:  # All facts are what they were.
-            places: Places | None = flat.walked.places
-        else:
-            flat.detach()
-            facts = self.plan.facts
-            places = facts.places(flat.held)
-            if places is None and not facts.hold(flat.held):
-                return False
-        return not shares or self.memory.is_shared_alike(flat, None if places is None else places["address"])
 
 
 def _cache_facts(item: CutTable) -> object:
@@ -253,23 +252,21 @@ def _dense_specs(flat: FlatState, names: Sequence[str], left_out: Collection[int
                 yield box_spec(name, tensor.dtype, begin=(), shape=shape, whole_shape=shape, leaf=leaf), leaf
             continue
         for number, piece in enumerate(sharded.pieces):
-            check_leaf(piece.tensor, name)
-            if (
-                sharded.is_writer
-                and leaf not in left_out
-                and (piece.tensor.numel() or not math.prod(sharded.whole_shape))
-            ):
+            held = leaf if number == 0 else more + number - 1
+            part = flat.held[held]
+            check_leaf(part, name)
+            if sharded.is_writer and leaf not in left_out and (part.numel() or not math.prod(sharded.whole_shape)):
                 spec = box_spec(
                     name,
                     sharded.dtype,
                     begin=piece.begin,
-                    shape=piece.tensor.shape,
+                    shape=part.shape,
                     whole_shape=sharded.whole_shape,
                     leaf=leaf,
                     # Of a tensor without elements every rank may have all.
-                    is_part=tuple(piece.tensor.shape) != sharded.whole_shape or not piece.tensor.numel(),
+                    is_part=tuple(part.shape) != sharded.whole_shape or not part.numel(),
                 )
-                yield spec, leaf if number == 0 else more + number - 1
+                yield spec, held
         more += max(0, len(sharded.pieces) - 1)
 
 

@@ -37,23 +37,20 @@ class LeafMemory:
     begins: their addresses, uint64 [leaves]. overlapping: in groups, those whose memory overlaps.
     """
 
-    def __init__(self, flat: FlatState, device_of: Callable[[torch.Tensor], int | None]) -> None:
-        """Read it of a state whose leaves passed check_leaf."""
+    def __init__(self, flat: FlatState, device_of: Callable[[torch.Tensor], int | None], addresses: U64) -> None:
+        """Read it of a state whose leaves passed check_leaf. addresses: of FlatState.held."""
         spans = [
             0 if leaf in flat.sharded or not _has_address(tensor, device_of) else _span(tensor)
             for leaf, tensor in enumerate(flat.tensors)
         ]
         self._spans: I64 = np.array(spans, dtype=np.int64)  # 0 of what shares nothing.
         self._some: I64 = np.flatnonzero(self._spans)
-        self.begins = self._read(flat)
+        self.begins = self._of_leaves(addresses)
         self.overlapping = self._overlapping(self.begins)
 
-    def is_shared_alike(self, flat: FlatState, addresses: U64 | None = None) -> bool:
-        """Return whether leaves of the same facts share memory as these do, wherever they are now.
-
-        addresses: of FlatState.held, where they are known.
-        """
-        begins = self._read(flat, addresses)
+    def is_shared_alike(self, addresses: U64) -> bool:
+        """Return whether leaves of the same facts share memory as these do. addresses: where FlatState.held are now."""
+        begins = self._of_leaves(addresses)
         if np.array_equal(begins, self.begins):
             return True
         if not len(self._some) or _apart(self.overlapping, self.begins) != _apart(self._overlapping(begins), begins):
@@ -61,15 +58,9 @@ class LeafMemory:
         self.begins = begins
         return True
 
-    def _read(self, flat: FlatState, addresses: U64 | None = None) -> U64:
+    def _of_leaves(self, addresses: U64) -> U64:
         begins = np.zeros(len(self._spans), dtype=np.uint64)
-        if addresses is not None:
-            begins[self._some] = addresses[self._some]
-            return begins
-        tensors = flat.tensors
-        if len(self._some) < len(tensors):
-            tensors = [tensors[leaf] for leaf in self._some.tolist()]
-        begins[self._some] = np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=len(tensors))
+        begins[self._some] = addresses[self._some]
         return begins
 
     def _overlapping(self, begins: U64) -> list[list[int]]:

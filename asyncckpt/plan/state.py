@@ -23,9 +23,6 @@ from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import Table
-from asyncckpt.native import I64
-from asyncckpt.native.tensors import Places
-from asyncckpt.native.torch_calls import KnownTensors
 from asyncckpt.plan.sharded_leaves import as_sharded
 
 STATE_DEPTH_MAX = 64
@@ -39,18 +36,13 @@ PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if 
 
 
 @dataclass(frozen=True)
-class WalkedTensors:
-    """Tensors that a kept walk has taken, object [n], with their known facts, and where they are.
+class EncodedValues:
+    """Plain values of a state that are the same as ever, by their numbers, as the manifest has them: object [values].
 
-    attached: the numbers of those that state_dict() would detach. encoded: plain values of the state that are the same
-    as ever, by their numbers, as the manifest has them: object [values]; changing: the numbers of all others.
+    changing: the numbers of all others.
     """
 
-    objects: NDArray[Any]
-    known: KnownTensors
-    places: Places
-    attached: I64
-    encoded: NDArray[Any]
+    values: NDArray[Any]
     changing: Sequence[int]
 
 
@@ -62,8 +54,8 @@ class FlatState:
     tensor where there is none; `held` are all tensors of this rank: those of the leaves, then the other pieces.
     originals: by number, the user's own objects of leaves that are spread, or arrays. text_bytes: what the texts and
     bytes among the values take in a manifest, at least. asked: objects and what their state_dict() has returned in this
-    save already. walk: of what kept walk (kept_walk.py) it comes; walked: the tensors, if that was followed. Holds the
-    user's tensors: keep it no longer than the capture takes.
+    save already. encoded: where a kept walk (kept_walk.py) was followed. live: see held_still. Holds the user's
+    tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -75,33 +67,38 @@ class FlatState:
     text_bytes: int = 0
     stateful: list[tuple[Path, Any]] = field(default_factory=list)
     asked: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    walk: object = None
-    walked: WalkedTensors | None = None
+    encoded: EncodedValues | None = None
+    live: Sequence[torch.Tensor] | None = None
 
     def encoded_values(self) -> tuple[Json, ...]:
         """Return the values as the manifest has them."""
-        if self.walked is None:
+        if self.encoded is None:
             return tuple(encode_value(value, owner="of the state") for value in self.values)
-        encoded = self.walked.encoded.copy()
-        for number in self.walked.changing:
+        encoded = self.encoded.values.copy()
+        for number in self.encoded.changing:
             encoded[number] = encode_value(self.values[number], owner="of the state")
         return tuple(encoded.tolist())
 
-    def look_again(self) -> None:
-        """Read anew where tensors of a kept walk are; if they are no longer what they were, by torch."""
-        if self.walked is None:
-            return
-        places = self.walked.known.places(self.walked.objects)
-        if places is None:
-            self.detach()
-        self.walked = None if places is None else replace(self.walked, places=places)
+    def held_still(self) -> FlatState:
+        """Return the same over tensors that nobody else can give another form or other memory; `live` are these."""
+        held = list(map(still, self.held))
+        return replace(self, tensors=held[: len(self.tensors)], held=held, live=self.held)
 
-    def detach(self) -> None:
-        """Let all tensors be as state_dict() gives them, where they were taken past it."""
-        if self.walked is not None:
-            for leaf in self.walked.attached.tolist():
-                self.tensors[leaf] = self.tensors[leaf].detach()
-            self.walked = replace(self.walked, attached=self.walked.attached[:0])
+    @property
+    def now(self) -> Sequence[torch.Tensor]:
+        """The user's tensors, as they are now."""
+        return self.held if self.live is None else self.live
+
+
+def still(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that nobody else can give another form or other memory, if it has such."""
+    if type(tensor) in PLAIN_TENSORS:
+        return tensor.detach()
+    try:
+        found = tensor.detach()
+    except Exception:  # It is of a kind that check_leaf refuses.
+        return tensor
+    return found if type(found) is type(tensor) else tensor
 
 
 def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:

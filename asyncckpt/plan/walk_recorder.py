@@ -19,7 +19,6 @@ import torch
 
 from asyncckpt.format.tree import TENSOR, VALUE, Node, Path, key_value, leaves
 from asyncckpt.format.values import encode_value
-from asyncckpt.native import I64
 from asyncckpt.native.walks import Objects, WalkWords
 from asyncckpt.plan.state import NUMBERS, PLAIN_TENSORS, FlatState, stored_key, unwrapped
 
@@ -57,7 +56,7 @@ class Recorded:
     """What `record` found. Slots: those of the tensors, then of the values, then others.
 
     constants: what the slots of values hold that the walk does not take. sets: names that a set must have. usual: the
-    classes that were followed, and what they must have. attached: the tensors that state_dict() would detach.
+    classes that were followed, and what they must have.
     """
 
     tree: Node
@@ -69,7 +68,6 @@ class Recorded:
     parts: list[Part] = field(default_factory=list)
     sets: list[tuple[int, frozenset[Any]]] = field(default_factory=list)
     usual: dict[type, frozenset[str]] = field(default_factory=dict)
-    attached: I64 = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def slots(self) -> int:
@@ -114,7 +112,6 @@ def record(state: Mapping[str, Any], flat: FlatState) -> Recorded | None:
     parts_count = sum(part.node is not None for part in made.parts)
     if counts != (made.tensors_count, made.values_count) or parts_count > 8 + _PARTS_SHARE_MAX * sum(counts):
         return None
-    made.attached = np.array(recorder.attached, dtype=np.int64)
     made.seal()
     return made
 
@@ -125,7 +122,6 @@ class _Recorder:
         self.words = made.words
         self.tensors_count = 0
         self.values_count = 0
-        self.attached: list[int] = []
 
     def visit(self, value: Any, node: Node, path: Path) -> None:
         """Write what follows an object of the state, which was flattened to `node`."""
@@ -180,7 +176,7 @@ class _Recorder:
         """Follow a module or an optimizer where that can be done, else ask it."""
         made, words = self.made, self.words
         before = (
-            *(len(words.words), len(words.kept), len(made.parts), len(made.sets), len(self.attached)),
+            *(len(words.words), len(words.kept), len(made.parts), len(made.sets)),
             *(made.others_count, self.tensors_count, self.values_count, dict(made.constants)),
         )
         try:
@@ -195,8 +191,7 @@ class _Recorder:
         except (Unusual, RecursionError):
             self.words = words
             del words.words[before[0] :], words.kept[before[1] :], made.parts[before[2] :], made.sets[before[3] :]
-            del self.attached[before[4] :]
-            made.others_count, self.tensors_count, self.values_count, made.constants = before[5:]
+            made.others_count, self.tensors_count, self.values_count, made.constants = before[4:]
             self._ask(value, node, path)
 
     def _wrapped_module(self, value: Any, owner: torch.nn.Module, node: Node, *, slot: int) -> None:
@@ -233,7 +228,6 @@ class _Recorder:
             if type(found) not in PLAIN_TENSORS:
                 raise Unusual
             names.append(prefix + name)
-            self.attached.append(self.tensors_count)
             self._take_tensor()
 
         def buffer(name: str, found: Any) -> None:

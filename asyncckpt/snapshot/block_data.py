@@ -19,27 +19,30 @@ from asyncckpt.model.row_runs import spans, window
 from asyncckpt.model.source import ByteSource, DeviceRows, RowsSource, SpanSource, as_bytes, byte_view
 from asyncckpt.model.table import TableCut
 from asyncckpt.native import I64, U8, U64
-from asyncckpt.plan.leaf_checks import is_plain
+from asyncckpt.plan.leaf_checks import check_extent, is_plain
 from asyncckpt.plan.save_plan import CutTable, SavePlan
-from asyncckpt.plan.state import FlatState
-from asyncckpt.snapshot.capture import as_tensor, live_tensors
+from asyncckpt.plan.state import FlatState, still
+from asyncckpt.snapshot.capture import as_tensor, look_at
 from asyncckpt.snapshot.overlay import Overlay, rows_of_cut
 
 
 class TensorData:
-    """A tensor on any device, with any strides."""
+    """A tensor on any device, with any strides. UsageError where its storage was freed or shrunk meanwhile."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._tensor = tensor.detach()  # Nobody can give this one another form or other memory.
+        self._name = name
 
     def whole(self) -> torch.Tensor:
+        check_extent(self._tensor, self._name)
         return to_host(self._tensor)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
+        check_extent(self._tensor, self._name)
         return to_host(self._tensor[begin:end] if self._tensor.shape else self._tensor)
 
     def source(self) -> ByteSource:
-        return tensor_source(self._tensor)
+        return tensor_source(self._tensor, self._name)
 
 
 class ArenaData:
@@ -80,10 +83,9 @@ class ColumnData:
 def live_data(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> list[TensorData | ColumnData]:
     """Return every block of a plan in the live state of a save without an arena; rows may be the live memory.
 
-    UsageError for a tensor whose storage was freed or shrunk since the plan was made.
+    UsageError for tensors that are not what was planned.
     """
-    flat.look_again()
-    live_tensors(plan, flat)
+    held = look_at(plan, list(map(still, flat.now))).tensors
     overlays = [Overlay.of(item.cut) for item in cuts]
     found: list[TensorData | ColumnData] = []
     for number, placed in enumerate(plan.image.blocks):
@@ -92,7 +94,7 @@ def live_data(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> list
             end = spec.row_begin + spec.shape[0]
             found.append(ColumnData(cuts[table].cut, overlays[table], column, spec.row_begin, end))
         else:
-            found.append(TensorData(plan.dense_rows(number, flat)))
+            found.append(TensorData(plan.dense_rows(number, held), placed.spec.name))
     return found
 
 
@@ -101,12 +103,14 @@ class LiveData:
 
     def __init__(self, data: TensorData | ColumnData, spec: BlockSpec) -> None:
         self._data = data
+        self._name = spec.name
         self._rows_count = spec.shape[0] if spec.shape else 1
         self._copied: TensorData | None = None
 
     def whole(self) -> torch.Tensor:
         if self._copied is None:
-            self._data = self._copied = TensorData(self._data.rows(0, self._rows_count).clone())
+            copied = self._data.rows(0, self._rows_count).clone()
+            self._data = self._copied = TensorData(copied, self._name)
         return self._copied.whole()
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
@@ -137,7 +141,21 @@ class RunsSource:
         """Nothing was made for the pieces."""
 
 
-def tensor_source(tensor: torch.Tensor) -> ByteSource:
+class _TensorSpan:
+    """The plain memory of a tensor, looked at for each chunk: its storage may have moved, or be gone."""
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._tensor, self._name = tensor, name
+
+    def pieces(self, begin: int, end: int) -> U64:
+        check_extent(self._tensor, self._name)
+        return np.array([[self._tensor.data_ptr() + begin, end - begin]], dtype=np.uint64)
+
+    def release(self) -> None:
+        """Nothing was made for the pieces."""
+
+
+def tensor_source(tensor: torch.Tensor, name: str) -> ByteSource:
     """Return the source of one dense tensor."""
     tensor = tensor.detach()
     has_plain_memory = is_plain(tensor)
@@ -145,8 +163,13 @@ def tensor_source(tensor: torch.Tensor) -> ByteSource:
         # Of plain memory, just the bytes that are asked for: a single row may be all of it.
         return DeviceRows(byte_view(tensor) if has_plain_memory else tensor)
     if has_plain_memory and tensor.is_cpu:
-        return SpanSource(tensor.data_ptr(), tensor)
+        return _TensorSpan(tensor, name)
     if tensor.dim() == 0 or tensor.numel() == 0:
         kept = to_host(tensor)
         return SpanSource(kept.data_ptr(), kept)
-    return RowsSource(lambda begin, end: as_bytes(to_host(tensor[begin:end])), row_bytes=tensor.nbytes // len(tensor))
+
+    def rows(begin: int, end: int) -> U8:
+        check_extent(tensor, name)
+        return as_bytes(to_host(tensor[begin:end]))
+
+    return RowsSource(rows, row_bytes=tensor.nbytes // len(tensor))

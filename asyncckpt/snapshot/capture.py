@@ -3,7 +3,7 @@
 1. Gather (source, target, bytes) of every contiguous dense leaf and every run of rows of every table.
 2. One `core.copy` over all of those on the host, on all cores, without the GIL. Those on devices are listed, to be
    launched by whoever captures (devices/host_copies.py).
-3. What has no plain address (strided views, conjugated tensors) is copied by torch into its place.
+3. What has no plain address (strided views, conjugated tensors) is copied by torch into its place, before.
 4. The rows that cache levels hold are laid over those of their storage.
 
 Tables that have regions in the arena are captured beside, see table_capture.py; their runs join the native copy. Of a
@@ -28,12 +28,11 @@ from asyncckpt.model.table import CacheCopy, TableCut, can_be_deferred
 from asyncckpt.native import U8, core
 from asyncckpt.plan.deferred_tables import MAP_ITEM_BYTES, CacheArea
 from asyncckpt.plan.dense_blocks import BY_TORCH
-from asyncckpt.plan.leaf_checks import check_extent
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
 from asyncckpt.snapshot.overlay import Overlay
 from asyncckpt.snapshot.table_capture import TableCapture
-from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces
+from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces, look, put_by_torch
 
 Segments = NDArray[np.uint64]
 NO_SEGMENTS: Segments = np.empty((0, 3), dtype=np.uint64)
@@ -52,12 +51,16 @@ def capture(
 
     What has to come from devices is added to `copies`. Headers are written by the shard room.
     """
-    segments = [list_pieces(plan.pieces, live_tensors(plan, flat), copies, torch.from_numpy(image))]
-    segments += [table.segments(copies) for table in tables]
+    memory = torch.from_numpy(image)
+    if (plan.ways.way[plan.pieces.tensor] == BY_TORCH).any():
+        put_by_torch(plan.pieces, look_at(plan, flat.now), copies, memory)
+    segments = [table.segments(copies) for table in tables]
     for number, (index, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[index], column, number, copies, image))
     caches = [_cache_copy(item.cache, cuts[item.table].cut, copies, image) for item in plan.deferred.tables]
     segments += [found for _, found in caches]
+    live = look_at(plan, flat.now)  # Held until the copy has ended.
+    segments.append(list_pieces(plan.pieces, live, copies, memory))
     core.copy(np.ascontiguousarray(np.concatenate(segments)))
     for table in tables:
         table.gather(copies)
@@ -68,21 +71,9 @@ def capture(
         cut.be_deferred(cache, window_rows=item.window_rows)
 
 
-def live_tensors(plan: SavePlan, flat: FlatState) -> LiveTensors:
-    """Return the tensors of a state, to be copied now. UsageError for a storage that was freed or shrunk since the plan
-    was made. Those of a kept walk are where they were when that has looked last.
-    """
-    held, pieces = flat.held, plan.pieces
-
-    def name(piece: int) -> str:
-        return plan.image.blocks[plan.block_of_piece(piece)].spec.name
-
-    for piece in np.flatnonzero(plan.ways.way[pieces.tensor] == BY_TORCH).tolist():
-        check_extent(held[pieces.tensor[piece]], name(piece))
-    places = plan.facts.places(held) if flat.walked is None else flat.walked.places
-    return LiveTensors.of(
-        held, plan.ways, name=lambda tensor: name(pieces.tensor.tolist().index(tensor)), places=places
-    )
+def look_at(plan: SavePlan, tensors: Sequence[torch.Tensor]) -> LiveTensors:
+    """Return the tensors of a state, to be copied now. UsageError for those that are not what was planned."""
+    return look(tensors, plan.ways, name=plan.name_of, facts=plan.facts, memory=plan.memory)
 
 
 def block_bytes(plan: SavePlan, number: int, image: U8) -> U8:

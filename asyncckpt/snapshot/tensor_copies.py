@@ -1,6 +1,9 @@
 """Copies of tensors, or of rows of them, to places in host memory: by address where they have one, else by torch.
 
-For a captured state, for boxes that somebody else has planned, and for a state that DCP stages.
+For a captured state, for boxes that somebody else has planned, and for a state that DCP stages. All of them call `look`
+right before they copy. Signal handlers, finalizers and other threads may have run since the plan was made, while the
+call waited, touched memory or copied without the interpreter lock. So what is copied has the facts of the plan, or the
+save is refused by the name of the tensor.
 """
 
 from __future__ import annotations
@@ -18,55 +21,75 @@ from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.devices.watches import Watch
 from asyncckpt.errors import UsageError
 from asyncckpt.native import I64, U64, core
-from asyncckpt.native.tensors import Places
 from asyncckpt.plan.dense_blocks import BY_HOST, BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.leaf_checks import check_extent
+from asyncckpt.plan.leaf_facts import LeafFacts, changed, read_places
+from asyncckpt.plan.shared_leaves import LeafMemory
+from asyncckpt.plan.state import still
 
 
 @dataclass(frozen=True)
 class LiveTensors:
     """Tensors, how they are copied, and the addresses of those that are copied by address; 0 for others.
 
-    name: of a tensor by its number, for messages.
+    Valid as long as it is held, whatever memory the tensors get: their storages are held, and those that torch copies
+    are tensors of their own. It ends only where somebody frees or resizes that memory itself. name: of a tensor by its
+    number, for messages.
     """
 
     tensors: Sequence[torch.Tensor]
     ways: CopyWays
     begins: U64
+    storages: Sequence[torch.UntypedStorage]
     name: Callable[[int], str]
 
-    @staticmethod
-    def of(
-        tensors: Sequence[torch.Tensor], ways: CopyWays, *, name: Callable[[int], str], places: Places | None = None
-    ) -> LiveTensors:
-        """Read the addresses; UsageError naming a tensor without memory, or whose storage was freed or shrunk.
 
-        places: where the tensors are, if the caller has just read that.
-        """
-        by_address = ways.way != BY_TORCH
-        if places is not None:
-            ends = places["offset"] * ways.itemsizes + ways.bytes
-            for number in np.flatnonzero(by_address & (ways.bytes > 0) & (ends > places["storage_bytes"])).tolist():
-                check_extent(tensors[number], name(number))
-            begins = np.where(by_address, places["address"], np.uint64(0))
-        else:
-            numbers = np.flatnonzero(by_address)
-            own = tensors if len(numbers) == len(tensors) else [tensors[number] for number in numbers.tolist()]
-            for index in shrunk_storages(own, bytes=ways.bytes[numbers], itemsizes=ways.itemsizes[numbers]):
-                check_extent(own[index], name(int(numbers[index])))
-            begins = np.zeros(len(tensors), dtype=np.uint64)
-            begins[numbers] = addresses(own)
-        for number in np.flatnonzero(by_address & (ways.bytes > 0) & (begins == 0)).tolist():
-            raise UsageError(
-                f"tensor {name(number)!r} has no memory", hint="it stands for values that torch has not made"
-            )
-        return LiveTensors(tensors=tensors, ways=ways, begins=begins, name=name)
+def look(
+    tensors: Sequence[torch.Tensor],
+    ways: CopyWays,
+    *,
+    name: Callable[[int], str],
+    facts: LeafFacts | None = None,
+    memory: LeafMemory | None = None,
+) -> LiveTensors:
+    """Read where tensors are, compare with the facts of the plan, and hold what is to be copied.
+
+    UsageError naming a tensor that has become another one, or has no memory, or whose storage was freed or shrunk.
+    facts, memory: of the plan; None of tensors that nobody else can change (FlatState.held_still), and where it does
+    not matter which of them share memory.
+    """
+    copied = ways.spans > 0
+    seen = list(tensors)
+    try:
+        for number in np.flatnonzero(copied & (ways.way == BY_TORCH)).tolist():
+            seen[number] = still(seen[number])
+        storages = list(map(torch.Tensor.untyped_storage, seen))  # First: what is read of them stays true then.
+        places = read_places(seen) if facts is None else facts.places(seen)
+        held = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), dtype=np.uint64, count=len(storages))
+    except (RuntimeError, ValueError):  # One is of a kind now that has no memory.
+        places = None
+    if places is None:
+        assert facts is not None
+        raise facts.difference(tensors, name)
+    offsets = places["offset"] * ways.itemsizes
+    for number in np.flatnonzero(copied & (offsets + ways.spans > places["storage_bytes"])).tolist():
+        check_extent(seen[number], name(number))
+        raise changed(f"tensor {name(number)!r} has become another one", found="a storage that was shrunk for a moment")
+    copied &= ways.way != BY_TORCH
+    for number in np.flatnonzero(copied & (places["address"] == 0)).tolist():
+        raise UsageError(f"tensor {name(number)!r} has no memory", hint="it stands for values that torch has not made")
+    for number in np.flatnonzero(copied & (places["address"] - offsets.astype(np.uint64) != held)).tolist():
+        raise changed(f"tensor {name(number)!r} has become another one", found="memory that it got at this moment")
+    if memory is not None and not memory.is_shared_alike(places["address"]):
+        raise changed("tensors of the state have become others", found="others of them that share memory")
+    begins = np.where(copied, places["address"], np.uint64(0))
+    return LiveTensors(tensors=seen, ways=ways, begins=begins, storages=storages, name=name)
 
 
 def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, memory: torch.Tensor) -> U64:
     """Return (source, target, bytes) of what the host has to copy now, by address, to places in `memory`, uint8.
 
-    The rest goes to `copies`; what torch has to copy on the host is copied here and now.
+    What devices have to copy goes to `copies`.
     """
     ways, begins = live.ways.way[pieces.tensor], live.begins[pieces.tensor]
     segments = np.empty((len(pieces.tensor), 3), dtype=np.uint64)
@@ -75,13 +98,18 @@ def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, mem
     segments[:, 2] = pieces.bytes.astype(np.uint64)
     stepped = _add_stepped(pieces, live, copies, segments)
     for device in sorted(set(ways[ways >= 0].tolist())):
-        copies.on(device).add(segments[(ways == device) & ~stepped], live.tensors)
-        copies.on(device).add(segments[(ways == device) & stepped], live.tensors, stepped=True)
-    by_torch = np.flatnonzero(ways == BY_TORCH)
-    rows = [pieces.rows(number, live.tensors) for number in by_torch.tolist()]
-    for place, tensor in zip(tensors_over(memory, pieces.place[by_torch], rows), rows, strict=True):
-        copies.put(place, tensor)
+        copies.on(device).add(segments[(ways == device) & ~stepped], live.storages)
+        copies.on(device).add(segments[(ways == device) & stepped], live.storages, stepped=True)
     return np.ascontiguousarray(segments[(ways == BY_HOST) & (pieces.bytes > 0) & ~stepped])
+
+
+def put_by_torch(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, memory: torch.Tensor) -> None:
+    """Copy what torch has to copy, on the host here and now: apart from the others, for torch gives up the lock."""
+    by_torch = np.flatnonzero(live.ways.way[pieces.tensor] == BY_TORCH).tolist()
+    rows = [pieces.rows(number, live.tensors) for number in by_torch]
+    for number, place, tensor in zip(by_torch, tensors_over(memory, pieces.place[by_torch], rows), rows, strict=True):
+        check_extent(tensor, live.name(int(pieces.tensor[number])))  # All else about it stays as it is.
+        copies.put(place, tensor)
 
 
 def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, segments: U64) -> NDArray[np.bool_]:
@@ -99,6 +127,7 @@ def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, se
         try:
             watch = Watch.of_tensors(
                 held=[live.tensors[number] for number in numbers.tolist()],
+                storages=[live.storages[number] for number in numbers.tolist()],
                 stepped=[part[place] for part in (memory.tensors, memory.counted) for place in places],
                 name=partial(_name_of, live, numbers),
             )
@@ -196,17 +225,3 @@ def _put(
         put()
     else:
         copies.on(below).add_work(put)
-
-
-def addresses(tensors: Sequence[torch.Tensor]) -> U64:
-    """Return the address of every tensor's first element, uint64 [n]."""
-    return np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=len(tensors))
-
-
-def shrunk_storages(tensors: Sequence[torch.Tensor], *, bytes: I64, itemsizes: I64) -> list[int]:
-    """Return which contiguous tensors have a freed or shrunk storage: a raw copy would read foreign memory."""
-    count = len(tensors)
-    storages = map(torch.Tensor.untyped_storage, tensors)
-    held = np.fromiter(map(torch.UntypedStorage.nbytes, storages), dtype=np.int64, count=count)
-    begins = np.fromiter(map(torch.Tensor.storage_offset, tensors), dtype=np.int64, count=count) * itemsizes
-    return [int(index) for index in np.flatnonzero((bytes > 0) & (begins + bytes > held))]

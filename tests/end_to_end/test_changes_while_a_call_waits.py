@@ -15,6 +15,7 @@ import torch
 import asyncckpt
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.native.torch_calls import CAN_READ
+from asyncckpt.staging.arena import Arena
 
 pytestmark = pytest.mark.skipif(not CAN_READ, reason="state_dict() has given tensors of their own, which stay")
 
@@ -103,6 +104,24 @@ def waiting_for_a_table(path: Path, world: World) -> asyncckpt.SaveResult:
             other.join()
 
 
+def waiting_for_its_turn(path: Path, world: World) -> asyncckpt.SaveResult:
+    """A blocking save, queued after one that writes."""
+
+    def filter_func(blocks: list[WriteBlock]) -> list[WriteBlock]:
+        assert world.is_changed.wait(WAIT_S_MAX)
+        return blocks
+
+    with (
+        asyncckpt.Saver(path=path / "other", tensors={"x": torch.ones(3)}, filter_func=filter_func) as other,
+        asyncckpt.Saver(path=path, tensors=world.state, on_busy="queue") as saver,
+    ):
+        for step in range(2):
+            saver.save(step)
+        other.save_async(0)
+        world.asking.is_due = True
+        return saver.save(2)
+
+
 WAITS = pytest.mark.parametrize("save", [waiting_for_an_arena, waiting_for_a_table])
 
 
@@ -125,7 +144,7 @@ def test_tensors_of_another_dtype_are_refused(
     tmp_path: Path, world: World, save: Callable[[Path, World], object]
 ) -> None:
     world.change = torch.nn.Module.half
-    with pytest.raises(asyncckpt.UsageError, match="have become others while the call of a save waited"):
+    with pytest.raises(asyncckpt.UsageError, match=r"'model\.0' has become another one while the call"):
         save(tmp_path, world)
     assert asyncckpt.list_steps(tmp_path) == [0, 1]
 
@@ -147,3 +166,70 @@ def test_what_is_not_tied_any_more_is_refused(
         return
     with pytest.raises(asyncckpt.UsageError, match="have become others while the call of a save waited"):
         save(tmp_path, world)
+
+
+@pytest.mark.parametrize(
+    "become",
+    [torch.full((10, 10), 7.0), torch.full(SHAPE, 7.0, dtype=torch.float16), torch.full((256, 512), 7.0)[:, ::2]],
+    ids=["smaller", "of another dtype", "strided"],
+)
+def test_a_blocking_save_refuses_tensors_that_became_others_while_it_waited(
+    tmp_path: Path, world: World, become: torch.Tensor
+) -> None:
+    def change(model: torch.nn.Module) -> None:
+        next(model.parameters()).data = become
+
+    world.change = change
+    with pytest.raises(asyncckpt.UsageError, match=r"'model\.0' has become another one while the call"):
+        waiting_for_its_turn(tmp_path, world)
+    assert asyncckpt.list_steps(tmp_path) == [0, 1]
+
+
+def test_a_plan_of_other_facts_serves_no_later_save(tmp_path: Path) -> None:
+    """A tensor that is larger while the call waits for a table, and then has its size again."""
+    tensor, table = torch.ones(1000), asyncckpt.HashTable("t", 2)
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, tensors={"x": tensor, "n": 1}) as saver:
+        for step in range(3):
+            saver.save_async(step).result(WAIT_S_MAX)
+        held, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            cut = table.begin_cut()
+            held.set()
+            assert may_end.wait(WAIT_S_MAX)
+            tensor.data = torch.full((200_000,), 7.0)
+            cut.fence()
+            cut.end(False)
+
+        other = threading.Thread(target=hold)
+        other.start()
+        assert held.wait(WAIT_S_MAX)
+        threading.Timer(0.2, may_end.set).start()
+        with pytest.raises(asyncckpt.UsageError, match="'x' has become another one while the call"):
+            saver.save_async(3).result(WAIT_S_MAX)
+        other.join()
+        for step in (4, 5):
+            tensor.data = torch.full((1000,), float(step))
+            saver.save_async(step).result(WAIT_S_MAX)
+            assert torch.equal(asyncckpt.load(tmp_path, step=step)["x"], tensor)
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_memory_that_a_tensor_gets_while_the_arena_is_touched_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: bool
+) -> None:
+    tensor, kept = torch.nn.Parameter(torch.ones(SHAPE)), list[torch.Tensor]()
+    state = torch.nn.ParameterDict({"x": tensor}) if module else {"x": tensor}
+    ensure = Arena.ensure
+
+    def touched(self: Arena, bytes: int, *, threads: int = 0) -> None:
+        ensure(self, bytes, threads=threads)
+        if step == 3:
+            tensor.data = torch.full(SHAPE, 2.0)
+            kept.extend(torch.full(SHAPE, -7.0) for _ in range(16))  # Where it was before.
+
+    monkeypatch.setattr(Arena, "ensure", touched)
+    with asyncckpt.Saver(path=tmp_path, tensors={"state": state}) as saver:
+        for step in range(4):
+            saver.save_async(step).result(WAIT_S_MAX)
+    assert torch.equal(asyncckpt.load(tmp_path)["state"]["x"], torch.full(SHAPE, 2.0))

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -46,6 +47,12 @@ class Place:
     way: Way
     turn: int
 
+    @property
+    def where(self) -> str:
+        code, instruction = self.way[-1]
+        line = next((line for begin, end, line in code.co_lines() if begin <= instruction < end), None)
+        return f"{code.co_filename}:{line} {code.co_qualname}"
+
 
 def places_of(call: Callable[[], Any]) -> list[Place]:
     """Run the call and return its places, in order."""
@@ -67,25 +74,34 @@ def interrupt(call: Callable[[], Any], place: Place) -> str | None:
 
     Raises what the call raises, but KeyboardInterrupt.
     """
-    *callers, (code, instruction) = place.way
-    turns = 0
-    where: str | None = None
+    left = [(place, lambda: signal.raise_signal(signal.SIGINT))]
+    with contextlib.suppress(KeyboardInterrupt):
+        act_at(call, left)
+    return None if left else place.where
+
+
+def act_at(call: Callable[[], Any], left: list[tuple[Place, Callable[[], object]]]) -> None:
+    """Run the call and, at each of these places, what is to be done there; those where that was done are taken out."""
+    turns: Counter[Place] = Counter()
 
     def begin(frame: FrameType, event: str, arg: Any) -> Any:
-        return _follow(frame, come) if frame.f_code is code and _way_to(frame.f_back) == tuple(callers) else None
+        if not any(frame.f_code is place.way[-1][0] for place, _ in left):
+            return None
+        callers = _way_to(frame.f_back)
+        wanted = [(place, act) for place, act in left if (*callers, (frame.f_code, place.way[-1][1])) == place.way]
+        return _follow(frame, partial(come, wanted)) if wanted else None
 
-    def come(frame: FrameType) -> None:
-        nonlocal turns, where
-        if frame.f_lasti == instruction:
-            turns += 1
-            if turns == place.turn:
-                where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
+    def come(wanted: list[tuple[Place, Callable[[], object]]], frame: FrameType) -> None:
+        for place, act in wanted:
+            if frame.f_lasti == place.way[-1][1]:
+                turns[place] += 1
+                if turns[place] == place.turn:
+                    left.remove((place, act))
+                    sys.settrace(None)
+                    act()
+                    sys.settrace(begin if left else None)
 
-    with contextlib.suppress(KeyboardInterrupt):
-        _trace(call, begin)
-    return where
+    _trace(call, begin)
 
 
 def interrupt_at(

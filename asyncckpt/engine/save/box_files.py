@@ -34,11 +34,12 @@ from asyncckpt.native import U8, U64
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.plan.state import still
 from asyncckpt.shard.drain import drain_images
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.snapshot.block_data import tensor_source
-from asyncckpt.snapshot.tensor_copies import LiveTensors
+from asyncckpt.snapshot.tensor_copies import look
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
@@ -63,6 +64,9 @@ class BoxPlan:
     image: ImagePlan
     body: BodyTemplate
 
+    def name_of(self, box: int) -> str:
+        return self.boxes[box].name
+
 
 def plan_boxes(boxes: Sequence[BlockSpec], tree: Node, *, parallel: int, rank: int) -> BoxPlan:
     """Place the boxes of one rank; `leaf` of a box counts within the tree."""
@@ -85,25 +89,30 @@ def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTar
     UsageError, UnsupportedError before a file is made; IOFailedError, DeviceError.
     """
     check_not_capturing("a save")
-    live = _check(plan, tensors)
-    begins, pieces = live.begins, plan.pieces
+    tensors, ways = _check(plan, tensors)
+    begins, pieces = look(tensors, ways, name=plan.name_of).begins, plan.pieces
 
     def copy(wanted: TensorPieces, arena: Arena) -> Pending:
         # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
         threads = 0 if threading.current_thread() is threading.main_thread() else 1
         memory = torch.from_numpy(arena.view())
-        return copy_pieces(wanted, live, memory=memory, arena=arena, options=target.options, threads=threads)
+        return copy_pieces(
+            wanted, tensors, ways, plan.name_of, memory=memory, arena=arena, options=target.options, threads=threads
+        )
 
     lent, is_left = _staged_in_place(plan, tensors, begins)
     if lent is not None:
         if is_left.any():
             copy(pieces.only(is_left), lent.arena).settle()
         return _drain(plan, lent.arena, target)
-    remember_places(plan.image, pieces, begins, live.ways.bytes)
+    remember_places(plan.image, pieces, begins, ways.bytes)
     arena = free_arena(plan.image.bytes, limit_bytes=target.options.host_memory_limit)
     if arena is None:
         wait_for(tensors)
-        sources = [tensor_source(pieces.rows(number, tensors)) for number in range(len(pieces.tensor))]
+        sources = [
+            tensor_source(pieces.rows(number, tensors), plan.name_of(tensor))
+            for number, tensor in enumerate(pieces.tensor.tolist())
+        ]
         return stream_boxes(plan, sources, target)
     try:
         copy(pieces, arena).settle()
@@ -136,11 +145,12 @@ def _drain(plan: BoxPlan, arena: Arena, target: ShardTarget) -> Written:
     return drain_images([(plan.image, 0)], arena.view(), target)
 
 
-def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> LiveTensors:
-    """Return the tensors, to be copied now; errors for those that are not what was planned."""
+def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], CopyWays]:
+    """Return the tensors as ones that nobody else can give another form; errors for those that are not as planned."""
     for tensor, box in zip(tensors, plan.boxes, strict=True):
         if type(tensor) not in _PLAIN_TENSORS:
             check_leaf(tensor, box.name)
+    tensors = list(map(still, tensors))
     if [tensor.shape for tensor in tensors] != plan.shapes or [tensor.dtype for tensor in tensors] != plan.dtypes:
         for tensor, box, dtype in zip(tensors, plan.boxes, plan.dtypes, strict=True):
             if tuple(tensor.shape) != box.shape or tensor.dtype is not dtype:
@@ -149,10 +159,10 @@ def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> LiveTensors:
     for tensor, box in zip(tensors, plan.boxes, strict=True):
         if tensor.layout is not torch.strided or tensor.is_meta:
             check_leaf(tensor, box.name)
-    live = LiveTensors.of(tensors, CopyWays.of(tensors, device_of), name=lambda number: plan.boxes[number].name)
-    for number in np.flatnonzero(live.ways.way == BY_TORCH).tolist():
+    ways = CopyWays.of(tensors, device_of)
+    for number in np.flatnonzero(ways.way == BY_TORCH).tolist():
         check_leaf(tensors[number], plan.boxes[number].name)
-    return live
+    return tensors, ways
 
 
 def stream_boxes(plan: BoxPlan, sources: Sequence[ByteSource], target: ShardTarget) -> Written:

@@ -48,7 +48,7 @@ def filter_blocks(job: SaveJob, blocks: list[StagedBlock]) -> list[StagedBlock]:
     return [
         replace(blocks[item.number], spec=item.spec)
         if item.data is None
-        else StagedBlock(item.spec, TensorData(item.data), item.number, replaced=True)
+        else StagedBlock(item.spec, TensorData(item.data, item.spec.name), item.number, replaced=True)
         for item in left
     ]
 

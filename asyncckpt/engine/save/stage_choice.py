@@ -87,26 +87,6 @@ def check_audited(cut: Cut, stage: StageChoice) -> None:
         raise UsageError(f"audit=True cannot compare the rows of tables: {reason}", found=left_out)
 
 
-def check_still_planned(target: SaveTarget, cut: Cut, stage: StageChoice) -> None:
-    """Look at the tensors again, behind a wait for tables or for an arena: handlers of signals have run, and other
-    threads. UsageError if they have become ones of another plan: in dtype, shape, device, in what shares memory.
-    """
-    cut.flat.look_again()
-    plan = target.memory.plans.plan(
-        cut.flat,
-        cut.tables,
-        deferred=[cut.tables[item.table].name for item in stage.plan.deferred.tables],
-        in_regions=[region.name for region in stage.regions.tables],
-        by_peers=cut.leaves_by_peers,
-        shares=not _is_filtered(target),
-    )
-    if plan is not stage.plan:
-        raise UsageError(
-            "tensors of the state have become others while the call of a save waited",
-            hint="let no signal handler and no other thread change their dtype, shape, device or memory meanwhile",
-        )
-
-
 def _is_filtered(target: SaveTarget) -> bool:
     return target.filter_func is not identity or bool(target.filters)
 

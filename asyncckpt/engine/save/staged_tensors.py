@@ -17,7 +17,7 @@ its arena is written as it is, without a second copy.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +31,9 @@ from asyncckpt.native import I64, U8, U64, core
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.dense_blocks import CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan
+from asyncckpt.plan.state import still
 from asyncckpt.signals import uninterrupted
-from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces, tensors_over
+from asyncckpt.snapshot.tensor_copies import list_pieces, look, put_by_torch, tensors_over
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
 from asyncckpt.system import register_at_fork
@@ -79,9 +80,9 @@ class StagedTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor], options: SaveOptions) -> None:
         check_not_capturing("a save")
+        tensors = list(map(still, tensors))  # Nobody can give these another form or other memory.
         ways = CopyWays.of(tensors, device_of)
         sizes, itemsizes = ways.bytes, ways.itemsizes
-        live = LiveTensors.of(tensors, ways, name=lambda number: f"tensor {number} of the state")
         places = next((item for item in _remembered if item.fit(sizes, itemsizes)), None)
         places = places or _one_behind_the_other(sizes, itemsizes)
         arena = free_arena(places.bytes, limit_bytes=options.host_memory_limit)
@@ -94,7 +95,7 @@ class StagedTensors:
         pieces = TensorPieces(tensor=numbers, source_offset=numbers * 0, place=places.begins, bytes=sizes)
         self._pending = Pending()
         try:
-            self._pending = copy_pieces(pieces, live, memory=memory, arena=arena, options=options)
+            self._pending = copy_pieces(pieces, tensors, ways, _name_of, memory=memory, arena=arena, options=options)
         except BaseException:
             self._end_lease()
             raise
@@ -128,6 +129,10 @@ class StagedTensors:
         return torch.from_numpy(view)
 
 
+def _name_of(number: int) -> str:
+    return f"tensor {number} of the state"
+
+
 @uninterrupted
 def _give_back(lent: LentArena) -> None:
     if _lent.get(lent.arena.address) is lent:  # In a forked child it is the parent's.
@@ -147,7 +152,9 @@ def free_arena(bytes: int, *, limit_bytes: int | None) -> Arena | None:
 
 def copy_pieces(
     pieces: TensorPieces,
-    live: LiveTensors,
+    tensors: Sequence[torch.Tensor],
+    ways: CopyWays,
+    name: Callable[[int], str],
     *,
     memory: torch.Tensor,
     arena: Arena | None,
@@ -156,17 +163,14 @@ def copy_pieces(
 ) -> Pending:
     """Copy pieces to their places in memory, that of an arena if there is one; those of devices are on their way then.
 
-    threads: of the host's copy, 0: all cores. UsageError inside the capture of a graph; DeviceError.
+    tensors: those that nobody else can give another form. threads: of the host's copy, 0: all cores. UsageError inside
+    the capture of a graph, and for a storage that is gone; DeviceError.
     """
     copies = host_copies(options)
-    own = list_pieces(pieces, live, copies, memory)
-    pending = copies.launch() if arena is None else launch(copies, arena, options)
-    try:
-        core.copy(own, threads=threads)
-    except BaseException:
-        pending.settle()
-        raise
-    return pending
+    put_by_torch(pieces, look(tensors, ways, name=name), copies, memory)
+    live = look(tensors, ways, name=name)
+    core.copy(list_pieces(pieces, live, copies, memory), threads=threads)
+    return copies.launch() if arena is None else launch(copies, arena, options)
 
 
 def lent_arena(begins: U64) -> LentArena | None:

@@ -21,7 +21,7 @@ from asyncckpt.engine.save.delta_chain import ChainLink, Choice, choose_kind
 from asyncckpt.engine.save.device_stage import host_copies, launch
 from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
-from asyncckpt.engine.save.stage_choice import StageChoice, check_audited, check_still_planned, choose_stage, unstaged
+from asyncckpt.engine.save.stage_choice import StageChoice, check_audited, choose_stage, unstaged
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import ConflictError, UsageError, warn
 from asyncckpt.format import limits
@@ -242,23 +242,14 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
     options = target.options
     layout = stage.layout
     copies = host_copies(options, target.step_fences)
-    has_waited = False
-
-    def before_wait() -> None:
-        nonlocal has_waited
-        has_waited = True
-        check_may_wait_here("a staging arena", holding=pool.guard)
-
     arena = pool.acquire(
         stage.arena_bytes,
         deadline_s=deadline_s,
         limit_bytes=options.host_memory_limit,
         layout=layout,
-        before_wait=before_wait,
+        before_wait=lambda: check_may_wait_here("a staging arena", holding=pool.guard),
     )
     try:
-        if has_waited or cut.tables:
-            check_still_planned(target, cut, stage)
         held = {} if arena.contents is None else arena.contents.tables
         arena.contents = None  # Until all of it is there.
         image = arena.view()

@@ -81,6 +81,8 @@ class Cut:
                 left_out = None if audit else ranks.replicas.by_peers(listed)
                 cut.share = RankShare(ranks, -1 if call is None else call, listed, left_out)
             left = frozenset() if left_out is None else left_out.tables
+            if tables:  # These are waited for, and what is planned then is the state as it is now.
+                cut.flat = cut.flat.held_still()
             for name, table in sorted(tables.items(), key=lambda item: id(item[1])):  # See model/table.py.
                 own: TableCut | None = None
                 if name not in left:

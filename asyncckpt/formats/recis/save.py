@@ -120,4 +120,4 @@ def _dense_blocks(cut: Cut) -> Iterable[OutBlock]:
             raise UnsupportedError(what, hint="save with a Saver, and export that")
         check_leaf(tensor, name)
         spec = out_spec(array_spec(name, tensor.dtype, tuple(tensor.shape), Role.DENSE), name, None)
-        yield OutBlock(name, None, None, spec, TensorData(tensor).source())
+        yield OutBlock(name, None, None, spec, TensorData(tensor, name).source())

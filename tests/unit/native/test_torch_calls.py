@@ -57,9 +57,10 @@ def test_what_was_not_found_is_looked_for_again(monkeypatch: pytest.MonkeyPatch)
 def is_read() -> bool:
     tensors = [torch.zeros(3)]
     facts = LeafFacts(tensors)
-    assert facts.hold(tensors)
-    assert not facts.hold([torch.zeros(4)])
-    return facts.places(tensors) is not None
+    assert facts.places(tensors) is not None
+    assert facts.places([torch.zeros(4)]) is None
+    known = KnownTensors.of(tensors)
+    return known is not None and known.places(tensors) is not None
 
 
 @native_only

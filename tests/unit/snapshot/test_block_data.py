@@ -38,7 +38,7 @@ def expected(tensor: torch.Tensor) -> bytes:
 def test_every_range_of_bytes(name: str) -> None:
     tensor, whole = ODD[name], expected(ODD[name])
     for begin, end in itertools.combinations(range(len(whole) + 1), 2):
-        source = tensor_source(tensor)
+        source = tensor_source(tensor, "x")
         found = b"".join(ctypes.string_at(int(at), int(size)) for at, size in source.pieces(begin, end))
         source.release()
         assert found == whole[begin:end]
