@@ -15,11 +15,20 @@ import xxhash
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
-from asyncckpt.format.body_features import features_of, features_of_sharing
+from asyncckpt.format.body_features import features_of, features_of_sharing, features_of_tree
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import STORED_ITEMSIZE, StoredDtype, known_dtype
 from asyncckpt.format.header import HEADER_ALIGNMENT
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, Summary
+from asyncckpt.format.manifest import (
+    BlockFacts,
+    FileFacts,
+    Manifest,
+    ManifestHead,
+    RankPart,
+    Summary,
+    features_of_values,
+)
+from asyncckpt.format.modules import with_modules
 from asyncckpt.format.read_head import check_features, open_manifest, rank_fields
 from asyncckpt.format.sharing import decode_sharing
 from asyncckpt.format.strict_json import Fields
@@ -50,7 +59,9 @@ def decode_manifest(raw: bytes, name: str) -> Manifest:
         _check_tables(part, owner)
     _check_dense(manifest, owner)
     used = features_of([block.placed for block in manifest.blocks])
-    check_features(fields, used.union(*(features_of_sharing(part.sharing) for part in parts)))
+    for part in parts:
+        used |= features_of_tree(part.tree) | features_of_sharing(part.sharing) | features_of_values(part.values)
+    check_features(fields, used)
     return manifest
 
 
@@ -87,7 +98,7 @@ def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFac
     return RankPart(
         rank=rank,
         tables=tuple(_table(item, kind=head.kind) for item in fields.objects("tables", count_max=limits.TABLES_MAX)),
-        tree=tree,
+        tree=with_modules(tree, fields),
         values=tuple(fields.items("values", count_max=limits.VALUES_MAX)),
         blocks=tuple(_block(item, files, first_file=first_file) for item in blocks),
         sharing=decode_sharing(fields, leaves_count=len(tensor_paths(tree))),

@@ -98,6 +98,7 @@ class Rebuilt:
     """An object at `path` that gets a new state dict; a module gets its own, overwritten in place.
 
     tensors, values: what stands at the leaves of its state dict now, by their paths in `tree`, the whole state's.
+    wrapped: see wrapped_names.py.
     """
 
     path: Path
@@ -105,6 +106,7 @@ class Rebuilt:
     tree: Node
     tensors: dict[Path, Any] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
+    wrapped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_module(self) -> bool:
@@ -219,7 +221,7 @@ def _rebuilt(flat: FlatState) -> dict[Path, Rebuilt]:
             )
         tree = descend(flat.tree, path)
         assert tree is not None
-        found[path] = Rebuilt(path=path, owner=owner, tree=tree)
+        found[path] = Rebuilt(path=path, owner=owner, tree=tree, wrapped=flat.wrapped.get(path, {}))
     return found
 
 
