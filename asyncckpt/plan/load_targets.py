@@ -167,6 +167,7 @@ def dense_targets(
     parts: further objects by their paths, which load what is there. There may be nothing yet.
     """
     flat = flatten(state)
+    _check_lasting(flat)
     owners = _rebuilt(flat)
     owners |= {path: Rebuilt(path=path, owner=part, tree=descend(flat.tree, path) or VALUE) for path, part in parts}
     in_place: list[InPlace] = []
@@ -197,6 +198,16 @@ def dense_targets(
     empty = tuple(path for path in empty_paths(flat.tree) if path and owner_of(path, owners) is None)
     paths = tuple(tensor_paths(flat.tree))
     return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths)
+
+
+def _check_lasting(flat: FlatState) -> None:
+    """Raise UsageError for a tensor that its mapping makes anew at each look: what fills it would be lost."""
+    for path, mapping, key, tensor in flat.given:
+        if mapping[key] is not tensor:
+            raise UsageError(
+                f"a {type(mapping).__name__} gives another tensor {path_name((*path, key))!r} at each look",
+                hint="load into a dict of tensors, and fill it from there",
+            )
 
 
 def is_extra_state(key: Key) -> bool:

@@ -7,6 +7,7 @@ changed.
 from __future__ import annotations
 
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,7 @@ from asyncckpt.plan.wrapped_names import unwrapped, with_plain_names
 STATE_DEPTH_MAX = 64
 # What Savers and Loaders take as `tensors`.
 TensorsArgument = Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor | Sharded | np.ndarray[Any, Any]]
+_PYTHONS = frozenset((dict, OrderedDict, Counter, defaultdict))
 _KEY_TYPES = (int, bool, float, type(None))
 NUMBERS = frozenset((bool, int, float, type(None)))  # Any of them can be stored.
 # Tensors of these types are all there; others may be spread over ranks.
@@ -63,9 +65,10 @@ class FlatState:
     tensor where there is none; `held` are all tensors of this rank: those of the leaves, then the other pieces.
     originals: by number, the user's own objects of leaves that are spread, or arrays. text_bytes: what the texts and
     bytes among the values take in a manifest, at least. wrapped: by the paths of modules with wrappers inside of them,
-    what their own state dicts call each name (wrapped_names.py). asked: objects and what their state_dict() has
-    returned in this save already. walk: of what kept walk (kept_walk.py) it comes; walked: the tensors, if that was
-    followed. Holds the user's tensors: keep it no longer than the capture takes.
+    what their own state dicts call each name (wrapped_names.py). given: the tensors in mappings of other kinds than
+    Python's, which may make them anew: (path of the mapping, it, key, tensor). asked: objects and what their
+    state_dict() has returned in this save already. walk: of what kept walk (kept_walk.py) it comes; walked: the
+    tensors, if that was followed. Holds the user's tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -77,6 +80,7 @@ class FlatState:
     text_bytes: int = 0
     stateful: list[tuple[Path, Any]] = field(default_factory=list)
     wrapped: dict[Path, Mapping[str, str]] = field(default_factory=dict)
+    given: list[tuple[Path, Mapping[Any, Any], Any, torch.Tensor]] = field(default_factory=list)
     asked: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     walk: object = None
     walked: WalkedTensors | None = None
@@ -261,6 +265,9 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
         keys = tuple([name if type(name) is str else stored_key(name, path) for name in names])
     metadata = None if type(value) is dict else getattr(value, "_metadata", None)
     facts = (facts_of(metadata, keys, owner=_shown(path)),) if isinstance(metadata, Mapping) else ()
+    if type(value) not in _PYTHONS:
+        pairs = zip(names, values, strict=True)
+        flat.given += [(path, value, name, child) for name, child in pairs if isinstance(child, torch.Tensor)]
     if PLAIN_TENSORS.issuperset(map(type, values)):  # By far the most frequent: no path, no loop.
         flat.tensors += values
         return (kind, keys, (TENSOR,) * len(values), *facts)
