@@ -50,7 +50,7 @@ def decode_manifest(raw: bytes, name: str) -> Manifest:
     first_file = 0
     own_parts = rank_fields(fields, head.ranks_count)
     for rank, (own, files) in enumerate(zip(own_parts, head.files_of_ranks, strict=True)):
-        parts.append(_part(own, head, rank, files, first_file=first_file))
+        parts.append(decode_part(own, head, rank, files, first_file=first_file))
         first_file += len(files)
     manifest = Manifest(head=head, digest=sealed.digest, parts=tuple(parts))
     _check_files(manifest, owner)
@@ -88,7 +88,10 @@ def decode_summary(raw: bytes, name: str) -> Summary:
     )
 
 
-def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFacts], *, first_file: int) -> RankPart:
+def decode_part(
+    fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFacts], *, first_file: int
+) -> RankPart:
+    """Decode what one rank has contributed, without a look at what others have."""
     tree = decode_tree(fields.value("tree"), owner=fields.owner)
     if tree[0] != "dict":
         raise CorruptError(
@@ -163,10 +166,10 @@ def _check_dense(manifest: Manifest, owner: str) -> None:
                 raise CorruptError(f"{owner}: tensor {spec.name!r} is there twice, or its parts disagree")
             paths[found].append(spec)
     for specs in paths.values():
-        _check_whole(specs, specs[0].name, owner)
+        check_whole(specs, specs[0].name, owner)
 
 
-def _check_whole(specs: Sequence[BlockSpec], name: str, owner: str) -> None:
+def check_whole(specs: Sequence[BlockSpec], name: str, owner: str) -> None:
     """Blocks of one name agree about their whole, and cover it without gap or overlap."""
     if len(specs) == 1 and not specs[0].is_part:
         return
@@ -226,7 +229,7 @@ def _check_tables(part: RankPart, owner: str) -> None:
     if without_removed:
         raise CorruptError(f"{owner}: removed ids of table {min(without_removed)!r} are not there")
     for name, specs in columns.items():
-        _check_whole(specs, name, owner)
+        check_whole(specs, name, owner)
 
 
 def _block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -> BlockFacts:
