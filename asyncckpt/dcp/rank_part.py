@@ -60,15 +60,15 @@ class ValueFacts:
 
     def chunk(self, name: str, number: int) -> ChunkFacts:
         shape, dtype = self.tensors[number]
-        return inner_name(name, number), torch.Size([0] * len(shape)), shape, shape, dtype
+        return inner_name(name, number, self.node), torch.Size([0] * len(shape)), shape, shape, dtype
 
 
 ApartFacts = Mapping[str, ValueFacts]
 
 
-def inner_name(name: str, number: int) -> str:
-    """Return what the tensors inside of a value are called."""
-    return f"{name}#{number}"
+def inner_name(name: str, number: int, node: Node) -> str:
+    """Return what a tensor inside of a value is called; one that is all of it, as the value."""
+    return name if len(node) == 1 else f"{name}#{number}"
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def tree_of(
             continue
         inner = [leaf for _, leaf in leaves(node)]
         count = inner.count(VALUE)
-        tensors += [inner_name(name, number) for number in range(len(inner) - count)]
+        tensors += [inner_name(name, number, node) for number in range(len(inner) - count)]
         values += [(name, number) for number in range(count)]
     return tree, tensors, values
 
