@@ -21,6 +21,7 @@ from asyncckpt.format.values import decode_value, encode_value
 
 ModuleFacts = tuple[tuple[str, Json], ...]
 _OF_A_LOAD = "assign_to_params_buffers"  # torch puts it there when a state dict is loaded.
+_USUAL = {"version": 1}
 _COUNTED = "num_batches_tracked"
 
 
@@ -29,6 +30,8 @@ def facts_of(metadata: Mapping[str, Any], keys: Iterable[Any], *, owner: str) ->
     implied = implied_modules(keys)
     facts: list[tuple[str, Json]] = []
     for name, local in metadata.items():
+        if local == _USUAL and type(local["version"]) is int and name in implied:
+            continue  # By far the most frequent.
         fact = _fact(local, f"_metadata[{name!r}] of {owner}")
         if fact != 1 or type(fact) is not int or name not in implied:
             facts.append((_name(name, owner), fact))

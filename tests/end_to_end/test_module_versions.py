@@ -14,6 +14,7 @@ import torch
 import asyncckpt
 from asyncckpt.cli.commands import run
 from asyncckpt.formats import torch_file
+from tests.end_to_end.merged_ranks import as_boxes, save_each
 
 
 class Doubles(torch.nn.Module):
@@ -48,6 +49,9 @@ class Hooked(torch.nn.Module):
 
 def net(fill: float = 0.0) -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), Doubles(fill), torch.nn.BatchNorm1d(3))
+
+
+KEYS = [f"model.{name}" for name in net().state_dict()]
 
 
 def by_checkpointer(path: Path, model: torch.nn.Module, target: torch.nn.Module) -> None:
@@ -185,6 +189,18 @@ def test_what_is_not_plain_is_refused_by_name(tmp_path: Path) -> None:
     state._metadata["3"]["config"] = object()
     with pytest.raises(asyncckpt.UsageError, match=r"_metadata\['3'\] of 'model'"):
         asyncckpt.save(tmp_path / "d", {"model": state})
+
+
+def test_versions_of_several_ranks_are_put_together(tmp_path: Path) -> None:
+    """As of pipeline stages: each rank has modules that the others have not."""
+    states: list[Any] = [net(1.0).state_dict() for _ in range(2)]
+    for state, name in zip(states, ("9", "2"), strict=True):
+        state[f"{name}.more"] = torch.ones(1)
+        state._metadata[name] = {"version": 5}
+    only = as_boxes({}, only=dict.fromkeys(KEYS, 0))
+    found = asyncckpt.load(save_each(tmp_path / "d", [{"model": state} for state in states], change=only))["model"]
+    assert dict(found._metadata) == {**dict(states[1]._metadata), **dict(states[0]._metadata)}
+    assert found._metadata["9"] == {"version": 5}
 
 
 def manifest_of(path: Path) -> tuple[list[str], str]:
