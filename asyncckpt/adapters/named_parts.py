@@ -68,8 +68,10 @@ def filled(own: Any, value: Any, known: dict[int, Any]) -> Any:
     if is_list:
         own[:] = [filled(own[at], each, known) if at < len(own) else each for at, each in enumerate(value)]
     else:
-        new = {key: filled(own[key], each, known) if key in own else each for key, each in value.items()}
-        own.clear()
+        there = own.keys()
+        new = {key: filled(own[key], each, known) if key in there else each for key, each in value.items()}
+        for key in list(there):
+            del own[key]
         own.update(new)
     return own
 

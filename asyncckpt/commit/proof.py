@@ -14,6 +14,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from asyncckpt.commit.disagreement import disagreement
+from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
@@ -48,7 +50,7 @@ def body_structure(body: BodyTemplate) -> str:
 
 
 def encode_proven(draft: Draft) -> bytearray:
-    """Return the bytes of a manifest that readers accept. CorruptError, UsageError."""
+    """Return the bytes of a manifest that readers accept. CorruptError, UsageError; ConflictError of ranks."""
     head = draft.head
     raw = encode_manifest(head, draft.body, draft.digests, draft.others)
     known = (head.kind, *draft.structures)
@@ -56,7 +58,13 @@ def encode_proven(draft: Draft) -> bytearray:
     if is_known and known in _proven:
         decode_head(bytes(encode_manifest(replace(head, ranks_count=1), _NO_BODY, _NO_DIGESTS)), head.file_name)
     else:
-        decode_manifest(bytes(raw), head.file_name)
+        try:
+            decode_manifest(bytes(raw), head.file_name)
+        except CorruptError as error:
+            conflict = disagreement(bytes(raw), head.file_name) if head.ranks_count > 1 else None
+            if conflict is not None:
+                raise conflict from error
+            raise
     if is_known:
         _proven.pop(known, None)
         _proven[known] = None

@@ -179,7 +179,12 @@ def export_checkpoint(
 
 
 class _OneStep(StorageReader):
-    """Reads its step once: DCP, which asks again, gets the same one, whose files stay open meanwhile."""
+    """Reads its step once: DCP, which asks again, gets the same one, whose files stay open meanwhile.
+
+    What a Saver has saved as arrays becomes tensors.
+    """
+
+    _keeps_values = False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._read_once().metadata
@@ -330,9 +335,9 @@ def _plan(
         for key, item in tensors.items()
         for chunk in item.chunks
     ]
-    plan, stored, values = plan_chunks(chunks, keys, paths, rank=0, parallel=parallel)
+    plan, stored, values = plan_chunks(chunks, keys, paths, {}, rank=0, parallel=parallel)
     places = [MetadataIndex(items[key][0], begin) for key, begin, *_ in map(chunks.__getitem__, stored)]
-    return plan, [items[key][0] for key in values], places
+    return plan, [items[key][0] for key, _ in values], places
 
 
 def _renamed(metadata: Metadata, names: Names) -> dict[str, DcpPath]:

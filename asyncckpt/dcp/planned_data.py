@@ -8,19 +8,22 @@ rules, in memory.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.dcp.rank_part import PartPlan, ValueFacts
+from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.format.weights_only import why_refused
+from asyncckpt.plan.state import FlatState, flatten_part
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -40,10 +43,41 @@ def tensors_of(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.T
     return tensors
 
 
-def encode_values(names: Sequence[str], plan: SavePlan, planner: SavePlanner) -> list[Json]:
-    """Encode the values of these names. Raises UsageError, naming the first that is not plain."""
+def values_apart(
+    names: Sequence[str], plan: SavePlan, planner: SavePlanner
+) -> tuple[dict[str, Any], dict[str, FlatState]]:
+    """Return the values of these names, and those of them that hold tensors or arrays, taken apart as a Saver does."""
     items = {item.index.fqn: item for item in plan.items if item.type is WriteItemType.BYTE_IO}
-    return [encode_value(_value(name, items, planner), owner=repr(name)) for name in names]
+    values = {name: _value(name, items, planner) for name in names}
+    apart = {name: flatten_part(value, (name,), {}) for name, value in values.items() if _holds_tensors(value)}
+    for name, flat in apart.items():
+        if flat.sharded:
+            what = f"value {name!r} holds a tensor that is spread over ranks"
+            raise UsageError(what, hint="give it in a dict or a list, where DCP sees it")
+    return values, apart
+
+
+def facts_of(apart: Mapping[str, FlatState], plan: SavePlan) -> dict[str, ValueFacts]:
+    """Return what a plan depends upon of values that were taken apart."""
+    written = {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}
+    return {
+        name: ValueFacts(flat.tree, tuple((t.shape, t.dtype) for t in flat.tensors), is_written=name in written)
+        for name, flat in apart.items()
+    }
+
+
+def encode_values(part: PartPlan, values: Mapping[str, Any], apart: Mapping[str, FlatState]) -> Iterator[Json]:
+    """Encode the values of a part. Raises UsageError, naming the first that is not plain."""
+    for name, number in part.values:
+        yield encode_value(values[name] if number is None else apart[name].values[number], owner=repr(name))
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    return isinstance(value, (torch.Tensor, np.ndarray, np.generic))
 
 
 def _value(name: str, items: dict[str, WriteItem], planner: SavePlanner) -> Any:
@@ -81,7 +115,15 @@ def from_stream(stream: io.BytesIO, *, name: str) -> Any:
 
 
 def give_value(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """Give a loaded value to a planner: straight into its state, where it would do just that with a stream."""
+    """Give a loaded value to a planner: straight into its state, where it would do just that with a stream; an array
+    for which there is a tensor, into that."""
+    own = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
+    if isinstance(own, torch.Tensor) and isinstance(value, np.ndarray):
+        if own.shape != value.shape:
+            what = f"tensor {item.dest_index.fqn!r} does not fit the checkpoint"
+            raise IncompatibleError(what, found=tuple(own.shape), expected=value.shape)
+        own.detach().copy_(torch.from_numpy(value))
+        return
     if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
         name = item.dest_index.fqn
         if planner.flatten_state_dict:

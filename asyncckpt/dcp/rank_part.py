@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from asyncckpt.engine.save.box_files import BoxPlan, plan_boxes
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import TENSOR, VALUE, Node, check_name
+from asyncckpt.format.tree import TENSOR, VALUE, Node, check_name, leaves
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part
 from asyncckpt.native import U8
 from asyncckpt.plan.dense_blocks import box_spec
@@ -45,19 +45,60 @@ class LocalKeys:
 
 
 @dataclass(frozen=True)
+class ValueFacts:
+    """What the plan of a value depends on that holds tensors or arrays: they are blocks, as where a Saver has it.
+
+    is_written: by this rank; of a value that several ranks have, DCP lets one write it.
+    """
+
+    node: Node
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+    is_written: bool
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def chunk(self, name: str, number: int) -> ChunkFacts:
+        shape, dtype = self.tensors[number]
+        return inner_name(name, number, self.node), torch.Size([0] * len(shape)), shape, shape, dtype
+
+
+ApartFacts = Mapping[str, ValueFacts]
+
+
+def inner_name(name: str, number: int, node: Node) -> str:
+    """Return what a tensor inside of a value is called; one that is all of it, as the value."""
+    return name if len(node) == 1 else f"{name}#{number}"
+
+
+@dataclass(frozen=True)
 class PartPlan:
-    """What a rank writes. values: names of its plain values in the order of the tree."""
+    """What a rank writes: tensors of items, then those inside of values, (name, which of it).
+
+    values: its plain values in the order of the tree, by name, and which of what the value holds; None: all of it.
+    """
 
     boxes: BoxPlan
     items: tuple[WriteItem, ...]
-    values: tuple[str, ...]
+    inner: tuple[tuple[str, int], ...]
+    values: tuple[tuple[str, int | None], ...]
 
     @staticmethod
     def of(
-        items: Sequence[WriteItem], keys: LocalKeys, paths: Mapping[str, DcpPath], *, rank: int, parallel: int
+        items: Sequence[WriteItem],
+        keys: LocalKeys,
+        paths: Mapping[str, DcpPath],
+        apart: ApartFacts,
+        *,
+        rank: int,
+        parallel: int,
     ) -> PartPlan:
-        boxes, stored, values = plan_chunks(list(map(_facts, items)), keys, paths, rank=rank, parallel=parallel)
-        return PartPlan(boxes=boxes, items=tuple(items[number] for number in stored), values=tuple(values))
+        inner = [(name, number) for name, value in apart.items() if value.is_written for number in range(len(value))]
+        chunks = list(map(_facts, items)) + [apart[name].chunk(name, number) for name, number in inner]
+        nodes = {name: value.node for name, value in apart.items()}
+        boxes, stored, values = plan_chunks(chunks, keys, paths, nodes, rank=rank, parallel=parallel)
+        own = tuple(items[number] for number in stored if number < len(items))
+        return PartPlan(boxes=boxes, items=own, inner=tuple(inner), values=tuple(values))
 
 
 @dataclass(frozen=True)
@@ -98,6 +139,7 @@ class PartPlans:
         items: list[WriteItem],
         local: list[WriteItem],
         paths: Mapping[str, DcpPath] | None,
+        apart: ApartFacts,
         *,
         rank: int,
         parallel: int,
@@ -105,8 +147,9 @@ class PartPlans:
         """Return the plan of a rank's part. Raises UsageError, UnsupportedError.
 
         items: what it writes. local: what it has, also what others write. paths: where DCP found what it flattened.
+        apart: its values that hold tensors or arrays.
         """
-        place = (rank, parallel, None if paths is None else dict(paths))
+        place = (rank, parallel, None if paths is None else dict(paths), dict(apart))
         for kept in self._kept:
             # A planner that keeps its plans gives the very same lists.
             if kept.items is items and kept.local is local and kept.facts[:1] == (place,):
@@ -115,7 +158,7 @@ class PartPlans:
         tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
         facts = (place, keys, [_facts(item) for item in tensors])
         found = next((kept.part for kept in self._kept if kept.facts == facts), None)
-        part = found or PartPlan.of(tensors, keys, paths or {}, rank=rank, parallel=parallel)
+        part = found or PartPlan.of(tensors, keys, paths or {}, apart, rank=rank, parallel=parallel)
         self._kept = [_Kept(local, items, facts, part), *(kept for kept in self._kept if kept.part is not part)]
         del self._kept[PLANS_KEPT_MAX:]
         return part
@@ -131,13 +174,19 @@ def _facts(item: WriteItem) -> ChunkFacts:
 
 
 def plan_chunks(
-    chunks: Sequence[ChunkFacts], keys: LocalKeys, paths: Mapping[str, DcpPath], *, rank: int, parallel: int
-) -> tuple[BoxPlan, list[int], list[str]]:
-    """Return the plan of the chunks that are stored, their numbers, and the names of values in the order of the tree.
+    chunks: Sequence[ChunkFacts],
+    keys: LocalKeys,
+    paths: Mapping[str, DcpPath],
+    nodes: Mapping[str, Node],
+    *,
+    rank: int,
+    parallel: int,
+) -> tuple[BoxPlan, list[int], list[tuple[str, int | None]]]:
+    """Return the plan of the chunks that are stored, their numbers, and the values in the order of the tree.
 
-    A rank may hold nothing of a tensor that is spread: such a chunk is not stored.
+    A rank may hold nothing of a tensor that is spread: such a chunk is not stored. nodes: of values that hold tensors.
     """
-    tree, tensor_names, value_names = tree_of(keys, paths)
+    tree, tensor_names, value_names = tree_of(keys, paths, nodes)
     leaf_of = {name: number for number, name in enumerate(tensor_names)}
     stored = [n for n, (_, _, shape, whole_shape, _) in enumerate(chunks) if all(shape) or shape == whole_shape]
     boxes = [
@@ -147,21 +196,36 @@ def plan_chunks(
     return plan_boxes(boxes, tree, parallel=parallel, rank=rank), stored, value_names
 
 
-def tree_of(keys: LocalKeys, paths: Mapping[str, DcpPath]) -> tuple[Node, list[str], list[str]]:
-    """Return the tree of named leaves, and the names of its tensors and of its values in the order of the tree.
+def tree_of(
+    keys: LocalKeys, paths: Mapping[str, DcpPath], nodes: Mapping[str, Node]
+) -> tuple[Node, list[str], list[tuple[str, int | None]]]:
+    """Return the tree of named leaves, and the names of its tensors and its values in the order of the tree.
 
     A name whose path does not spell it was given by the planner: it is a leaf of that name below the root.
     """
     root: dict[str | int, Any] = {}
-    for name, node in [*((name, TENSOR) for name in keys.tensors), *((name, VALUE) for name in keys.values)]:
+    for name, node in [
+        *((name, TENSOR) for name in keys.tensors),
+        *((name, nodes.get(name, VALUE)) for name in keys.values),
+    ]:
         check_name(name)
         path = paths.get(name, (name,))
         if ".".join(map(str, path)) != name or not _put(root, path, (name, node)):
             root[name] = (name, node)
     names: list[tuple[str, Node]] = []
     tree = _node(root, names)
-    tensors = [name for name, node in names if node is not VALUE]
-    return tree, tensors, [name for name, node in names if node is VALUE]
+    tensors: list[str] = []
+    values: list[tuple[str, int | None]] = []
+    for name, node in names:
+        if name not in nodes:
+            tensors += [name] if node is not VALUE else []
+            values += [(name, None)] if node is VALUE else []
+            continue
+        inner = [leaf for _, leaf in leaves(node)]
+        count = inner.count(VALUE)
+        tensors += [inner_name(name, number, node) for number in range(len(inner) - count)]
+        values += [(name, number) for number in range(count)]
+    return tree, tensors, values
 
 
 def _put(root: dict[str | int, Any], path: DcpPath, leaf: tuple[str, Node]) -> bool:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
@@ -25,13 +26,14 @@ from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.planned_data import give_value
-from asyncckpt.dcp.stored import Stored, stored_of
+from asyncckpt.dcp.stored import Stored, ValueApart, stored_of
 from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.uploads import Uploads
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
+from asyncckpt.format.tree import VALUE, leaf_of, leaves, rebuild
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.native import Progress
@@ -56,6 +58,8 @@ class StorageReader(DcpStorageReader):
     CorruptError, IncompatibleError, UnsupportedError (newer versions of DCP raise an AssertionError that quotes them).
     Source of the interface: torch.distributed.checkpoint.StorageReader.
     """
+
+    _keeps_values = True
 
     def __init__(self, path: str | os.PathLike[str], *, step: int | None = None, verify: bool = True) -> None:
         step = check_step(step)
@@ -129,7 +133,12 @@ class StorageReader(DcpStorageReader):
                 if item.type is LoadItemType.BYTE_IO:
                     name = item.storage_index.fqn
                     owner = f"value {name!r} of step {chain.step}"
-                    give_value(planner, item, decode_value(stored.values[name], owner=owner))
+                    apart = stored.apart.get(name)
+                    if apart is None:
+                        value = decode_value(stored.values[name], owner=owner)
+                    else:
+                        value = _put_together(*apart, reader, stored, owner=owner)
+                    give_value(planner, item, value)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -153,7 +162,7 @@ class StorageReader(DcpStorageReader):
             except (NotFoundError, CorruptError):
                 if not found:
                     raise
-        self._stored = stored = stored_of(found[0])
+        self._stored = stored = stored_of(found[0], keeps_values=self._keeps_values)
         stored.metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return stored
 
@@ -178,6 +187,24 @@ class StorageReader(DcpStorageReader):
         return self._stored or self._read()
 
 
+def _put_together(
+    value: ValueApart, inner: Mapping[str, TensorStorageMetadata], reader: ChainReader, stored: Stored, *, owner: str
+) -> Any:
+    """Return a value that holds tensors or arrays."""
+    by_block: dict[int, list[BoxCopy]] = {}
+    made = []
+    for name, item in inner.items():
+        made.append(torch.empty(item.size, dtype=item.properties.dtype, device="cpu"))
+        for chunk in item.chunks:
+            box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            target = BoxCopy((0,) * len(box), made[-1][box])
+            by_block.setdefault(stored.blocks[MetadataIndex(name, chunk.offsets)], []).append(target)
+    _read_boxes(by_block, reader)
+    kinds = [leaf for _, leaf in leaves(value.node) if leaf is not VALUE]
+    found = [leaf_of(kind, tensor) for kind, tensor in zip(kinds, made, strict=True)]
+    return rebuild(value.node, iter(found), (decode_value(each, owner=owner) for each in value.values))
+
+
 def read_tensors(reader: ChainReader, items: Sequence[ReadItem], planner: LoadPlanner, stored: Stored) -> None:
     """Fill the targets of all items; each block that they need is read once."""
     targets = [writable_tensor(item.dest_index.fqn, planner.resolve_tensor(item)) for item in items]
@@ -190,6 +217,12 @@ def read_tensors(reader: ChainReader, items: Sequence[ReadItem], planner: LoadPl
                 expected=tuple(item.lengths),
             )
         by_block[stored.blocks[item.storage_index]].append(BoxCopy(tuple(item.storage_offsets), target))
+    _read_boxes(by_block, reader)
+    for item, target in zip(items, targets, strict=True):
+        planner.commit_tensor(item, target)
+
+
+def _read_boxes(by_block: Mapping[int, list[BoxCopy]], reader: ChainReader) -> None:
     scatters: list[Scatter] = []
     with Uploads(runtime()) as uploads:
         for number, copies in by_block.items():
@@ -201,5 +234,3 @@ def read_tensors(reader: ChainReader, items: Sequence[ReadItem], planner: LoadPl
                 scatters.append(BoxScatter(number, tuple(copies)))
         reader.run()
         scatter_all(scatters, reader, uploads)
-    for item, target in zip(items, targets, strict=True):
-        planner.commit_tensor(item, target)

@@ -32,8 +32,8 @@ from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.proof import Draft, body_structure
 from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
 from asyncckpt.dcp.attempt import AttemptRef, CoordinatedAttempt, receive_ref, save_lock_held, take_newest_ref
-from asyncckpt.dcp.planned_data import encode_values, tensors_of
-from asyncckpt.dcp.rank_part import SentPart, part_plans
+from asyncckpt.dcp.planned_data import encode_values, facts_of, tensors_of, values_apart
+from asyncckpt.dcp.rank_part import LocalKeys, SentPart, part_plans
 from asyncckpt.dcp.save_planner import SavePlanner as OwnSavePlanner
 from asyncckpt.dcp.stager import AsyncStager
 from asyncckpt.dcp.stored import DCP_VERSION
@@ -206,9 +206,12 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def _write(self, plan: SavePlan, planner: SavePlanner, saving: _Saving, ref: AttemptRef) -> SentPart:
         local = saving.local or local_items(planner)
         paths = getattr(planner, "mappings", None)
-        part = part_plans.plan(plan.items, local, paths, rank=ref.rank, parallel=self._options.parallel)
-        values = tuple(encode_values(part.values, plan, planner))
-        tensors = tensors_of(part.items, planner)
+        names = LocalKeys.of([*local, *plan.items]).values
+        found, apart = values_apart(names, plan, planner)
+        facts = facts_of(apart, plan)
+        part = part_plans.plan(plan.items, local, paths, facts, rank=ref.rank, parallel=self._options.parallel)
+        values = tuple(encode_values(part, found, apart))
+        tensors = tensors_of(part.items, planner) + [apart[name].tensors[number] for name, number in part.inner]
         with save_lock_held("save", saving.path, ref.attempt.step), _folder_of(saving, ref) as folder:
             target = ShardTarget(folder, ref.attempt, self._options, Progress(), sender=senders)
             files, digests = write_boxes(part.boxes, tensors, target)

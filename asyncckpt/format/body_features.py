@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from asyncckpt.format.modules import must_be_known
+from asyncckpt.format.tree import Node, holds_typed_mappings
 from asyncckpt.model.block import PlacedBlock
 from asyncckpt.model.sharing import Sharing
 from asyncckpt.model.table import Role
@@ -12,7 +14,9 @@ ENCODING = "encoding"
 PAD = "pad"
 BOXES = "boxes"
 TIED = "tied"
-BODY_FEATURES = frozenset({ENCODING, PAD, BOXES, TIED})
+MODULES = "modules"
+MAPPINGS = "mappings"
+BODY_FEATURES = frozenset({ENCODING, PAD, BOXES, TIED, MODULES, MAPPINGS})
 
 
 def features_of(blocks: Collection[PlacedBlock]) -> frozenset[str]:
@@ -28,3 +32,9 @@ def features_of(blocks: Collection[PlacedBlock]) -> frozenset[str]:
 def features_of_sharing(sharing: Sharing) -> frozenset[str]:
     """Return the same of shared leaves. To a reader that does not know of it, a tied leaf is one that was left out."""
     return frozenset({TIED} if sharing.tied else ())
+
+
+def features_of_tree(tree: Node) -> frozenset[str]:
+    """Return the same of a tree. To a reader that does not know of versions, each module is older than all of them."""
+    uses = {MODULES: must_be_known(tree), MAPPINGS: holds_typed_mappings(tree)}
+    return frozenset(name for name, used in uses.items() if used)

@@ -10,13 +10,15 @@ the other ranks. Every rank renders its own part; whoever commits puts the texts
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import xxhash
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.body_features import BODY_FEATURES
+from asyncckpt.format.body_features import BODY_FEATURES, MAPPINGS
+from asyncckpt.format.mappings import holds_typed_mappings
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 from asyncckpt.format.strict_json import Json, looks_like
 from asyncckpt.format.tree import Node
@@ -37,6 +39,11 @@ FEATURES = frozenset({DELTA, COMPACTED, RANKS, *BODY_FEATURES})
 
 DIGEST_MARK = b',"digest":"'
 END_BYTES = len(DIGEST_MARK) + 35  # With 32 digits and what closes the object.
+
+
+def features_of_values(values: Iterable[Json]) -> frozenset[str]:
+    """Return what plain values ask of a reader."""
+    return frozenset({MAPPINGS} if any(map(holds_typed_mappings, values)) else ())
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ class ManifestHead:
     def features(self) -> frozenset[str]:
         """What the head asks of a reader."""
         uses = {DELTA: self.kind == "delta", COMPACTED: self.replaces is not None, RANKS: self.ranks_count > 1}
-        return frozenset(name for name, used in uses.items() if used)
+        metadata = self.metadata.values() if type(self.metadata) is dict else ()
+        return features_of_values((*self.values, *metadata)).union(name for name, used in uses.items() if used)
 
     @property
     def files_of_ranks(self) -> list[list[FileFacts]]:

@@ -15,11 +15,20 @@ import xxhash
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
-from asyncckpt.format.body_features import features_of, features_of_sharing
+from asyncckpt.format.body_features import features_of, features_of_sharing, features_of_tree
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import STORED_ITEMSIZE, StoredDtype, known_dtype
 from asyncckpt.format.header import HEADER_ALIGNMENT
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, Summary
+from asyncckpt.format.manifest import (
+    BlockFacts,
+    FileFacts,
+    Manifest,
+    ManifestHead,
+    RankPart,
+    Summary,
+    features_of_values,
+)
+from asyncckpt.format.modules import with_modules
 from asyncckpt.format.read_head import check_features, open_manifest, rank_fields
 from asyncckpt.format.sharing import decode_sharing
 from asyncckpt.format.strict_json import Fields
@@ -41,7 +50,7 @@ def decode_manifest(raw: bytes, name: str) -> Manifest:
     first_file = 0
     own_parts = rank_fields(fields, head.ranks_count)
     for rank, (own, files) in enumerate(zip(own_parts, head.files_of_ranks, strict=True)):
-        parts.append(_part(own, head, rank, files, first_file=first_file))
+        parts.append(decode_part(own, head, rank, files, first_file=first_file))
         first_file += len(files)
     manifest = Manifest(head=head, digest=sealed.digest, parts=tuple(parts))
     _check_files(manifest, owner)
@@ -50,7 +59,9 @@ def decode_manifest(raw: bytes, name: str) -> Manifest:
         _check_tables(part, owner)
     _check_dense(manifest, owner)
     used = features_of([block.placed for block in manifest.blocks])
-    check_features(fields, used.union(*(features_of_sharing(part.sharing) for part in parts)))
+    for part in parts:
+        used |= features_of_tree(part.tree) | features_of_sharing(part.sharing) | features_of_values(part.values)
+    check_features(fields, used)
     return manifest
 
 
@@ -77,7 +88,10 @@ def decode_summary(raw: bytes, name: str) -> Summary:
     )
 
 
-def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFacts], *, first_file: int) -> RankPart:
+def decode_part(
+    fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFacts], *, first_file: int
+) -> RankPart:
+    """Decode what one rank has contributed, without a look at what others have."""
     tree = decode_tree(fields.value("tree"), owner=fields.owner)
     if tree[0] != "dict":
         raise CorruptError(
@@ -87,7 +101,7 @@ def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFac
     return RankPart(
         rank=rank,
         tables=tuple(_table(item, kind=head.kind) for item in fields.objects("tables", count_max=limits.TABLES_MAX)),
-        tree=tree,
+        tree=with_modules(tree, fields),
         values=tuple(fields.items("values", count_max=limits.VALUES_MAX)),
         blocks=tuple(_block(item, files, first_file=first_file) for item in blocks),
         sharing=decode_sharing(fields, leaves_count=len(tensor_paths(tree))),
@@ -152,10 +166,10 @@ def _check_dense(manifest: Manifest, owner: str) -> None:
                 raise CorruptError(f"{owner}: tensor {spec.name!r} is there twice, or its parts disagree")
             paths[found].append(spec)
     for specs in paths.values():
-        _check_whole(specs, specs[0].name, owner)
+        check_whole(specs, specs[0].name, owner)
 
 
-def _check_whole(specs: Sequence[BlockSpec], name: str, owner: str) -> None:
+def check_whole(specs: Sequence[BlockSpec], name: str, owner: str) -> None:
     """Blocks of one name agree about their whole, and cover it without gap or overlap."""
     if len(specs) == 1 and not specs[0].is_part:
         return
@@ -215,7 +229,7 @@ def _check_tables(part: RankPart, owner: str) -> None:
     if without_removed:
         raise CorruptError(f"{owner}: removed ids of table {min(without_removed)!r} are not there")
     for name, specs in columns.items():
-        _check_whole(specs, name, owner)
+        check_whole(specs, name, owner)
 
 
 def _block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -> BlockFacts:

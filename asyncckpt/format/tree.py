@@ -4,7 +4,8 @@ A node is a nested tuple, cheap to compare, so that a plan is reused while the t
 
     TENSOR, ARRAY, SCALAR, VALUE             leaves (torch tensor, NumPy array, NumPy scalar, plain value)
     ("dict", keys, children)                 keys: str, or (type name, value) for int, bool, float, None
-    ("ordered", keys, children)              the same, of an OrderedDict
+    ("ordered", keys, children)              the same, of an OrderedDict; of other kinds, see mappings.py
+    (kind, keys, children, facts)            the state dict of a module, see module_facts.py
     ("list", children), ("tuple", children)
     ("state", child)                         an object with state_dict(); child is that dict
 
@@ -14,11 +15,13 @@ Leaves are numbered in depth-first order, values in one sequence, all others in 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format import limits
+from asyncckpt.format.mappings import MAPPING_OF_TAG, MAPPINGS, TYPED_MAPPINGS, made_mapping
+from asyncckpt.format.module_facts import facts_of, implied_modules, metadata_of_facts
 from asyncckpt.format.strict_json import Json, shown
 
 TENSOR = ("tensor",)
@@ -26,7 +29,6 @@ ARRAY = ("array",)
 SCALAR = ("numpy scalar",)
 VALUE = ("value",)
 Node = tuple[Any, ...]
-MAPPINGS = ("dict", "ordered")
 Key = Any  # str, or (type name, value)
 Path = tuple[Key, ...]
 
@@ -76,11 +78,56 @@ def tensor_paths(node: Node, prefix: Path = ()) -> list[Path]:
     return [path for path, leaf in leaves(node, prefix) if leaf is not VALUE]
 
 
+def state_dict_of(node: Node) -> Node:
+    """Return the node of the state dict of an object; any other one is itself."""
+    while node[0] == "state":
+        node = node[1]
+    return node
+
+
+def with_metadata(state: Any, metadata: Any) -> Any:
+    """Return a state dict of torch with `_metadata`."""
+    found: Any = OrderedDict(state)
+    found._metadata = metadata
+    return found
+
+
+def module_metadata(node: Node) -> OrderedDict[str, dict[str, Any]] | None:
+    """Return the `_metadata` of a state dict; None: it has none."""
+    node = state_dict_of(node)
+    return None if len(node) < 4 else metadata_of_facts(node[3], node[1], owner="_metadata of a state dict")
+
+
+def metadata_for(own: Node, stored: Node) -> Any:
+    """Return the `_metadata` with which a module gets its state dict: as stored, and its own of what was not there.
+
+    All its own where none was stored: by an earlier version, or of a plain dict. None: it has none.
+    """
+    ours, theirs = module_metadata(own), module_metadata(stored)
+    if ours is None or theirs is None:
+        return theirs if ours is None else ours
+    implied = implied_modules(state_dict_of(stored)[1])
+    return OrderedDict({name: local for name, local in ours.items() if name not in implied} | dict(theirs))
+
+
+def mapping_node(kind: str, keys: Sequence[Key], children: Sequence[Node], metadata: Any = None) -> Node:
+    """Return the node of a mapping; metadata: its `_metadata`, if it has one."""
+    node = (kind, tuple(keys), tuple(children))
+    return node if metadata is None else (*node, facts_of(metadata, keys, owner="a state dict"))
+
+
+def holds_typed_mappings(node: Node) -> bool:
+    """Return whether a node is, or holds, a mapping that a reader must know."""
+    if len(node) == 1:
+        return False
+    below = node[1:2] if node[0] == "state" else node[2] if node[0] in MAPPINGS else node[1]
+    return node[0] in TYPED_MAPPINGS or any(len(child) > 1 and holds_typed_mappings(child) for child in below)
+
+
 def descend(node: Node, path: Path) -> Node | None:
     """Return the node at a path, None where the tree has none."""
     for key in path:
-        while node[0] == "state":
-            node = node[1]
+        node = state_dict_of(node)
         if node[0] in MAPPINGS and key in node[1]:
             node = node[2][node[1].index(key)]
         elif node[0] in ("list", "tuple") and type(key) is tuple and key[0] == "int" and 0 <= key[1] < len(node[1]):
@@ -102,8 +149,8 @@ def encode_tree(node: Node, *, _path: Path = ()) -> Json:
         if len(set(node[1])) != len(node[1]):
             raise UsageError(f"state {path_name(_path)!r} has a key twice", found=str(node[1])[:200])
         pairs = zip(node[1], node[2], strict=True)
-        children = [[_encode_key(key, _path), encode_tree(child, _path=(*_path, key))] for key, child in pairs]
-        return {"d" if node[0] == "dict" else "o": children}
+        children = [[encode_key(key, _path), encode_tree(child, _path=(*_path, key))] for key, child in pairs]
+        return {MAPPINGS[node[0]]: children}
     if node[0] == "state":
         return {"s": encode_tree(node[1], _path=(*_path, "state_dict()"))}
     children = [encode_tree(child, _path=(*_path, ("int", index))) for index, child in enumerate(node[1])]
@@ -125,12 +172,16 @@ def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
         if type(body) is list and kind in ("l", "u"):
             children = tuple(decode_tree(item, owner=owner, _depth=_depth + 1) for item in body)
             return ("list" if kind == "l" else "tuple", children)
-        if type(body) is list and kind in ("d", "o") and all(type(pair) is list and len(pair) == 2 for pair in body):
-            keys = tuple(_decode_key(key, owner) for key, _ in body)
+        if (
+            type(body) is list
+            and kind in MAPPING_OF_TAG
+            and all(type(pair) is list and len(pair) == 2 for pair in body)
+        ):
+            keys = tuple(decode_key(key, owner) for key, _ in body)
             if len(set(keys)) != len(keys):
                 raise CorruptError(f"{owner} holds a tree with the same key twice", found=str(keys)[:200])
             children = tuple(decode_tree(child, owner=owner, _depth=_depth + 1) for _, child in body)
-            return ("dict" if kind == "d" else "ordered", keys, children)
+            return (MAPPING_OF_TAG[kind], keys, children)
     raise CorruptError(f"{owner} holds a tree node of no known form", found=shown(value))
 
 
@@ -140,7 +191,8 @@ def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
         return next(values if node is VALUE else tensors)
     if node[0] in MAPPINGS:
         pairs = ((key_value(key), rebuild(child, tensors, values)) for key, child in zip(node[1], node[2], strict=True))
-        return dict(pairs) if node[0] == "dict" else OrderedDict(pairs)
+        metadata = module_metadata(node)
+        return made_mapping(node[0], pairs) if metadata is None else with_metadata(pairs, metadata)
     if node[0] == "state":
         return rebuild(node[1], tensors, values)
     children = [rebuild(child, tensors, values) for child in node[1]]
@@ -158,7 +210,7 @@ def leaf_of(node: Node, tensor: Any) -> Any:
     return array[()] if node is SCALAR else array
 
 
-def _encode_key(key: Key, path: Path) -> Json:
+def encode_key(key: Key, path: Path) -> Json:
     try:
         if isinstance(key, str):
             key.encode("utf-8")
@@ -169,7 +221,7 @@ def _encode_key(key: Key, path: Path) -> Json:
         raise UsageError(f"state {path_name(path)!r} has a key that cannot be stored: {error}") from error
 
 
-def _decode_key(value: Json, owner: str) -> Key:
+def decode_key(value: Json, owner: str) -> Key:
     if type(value) is str:
         return value
     if type(value) is dict and len(value) == 1:

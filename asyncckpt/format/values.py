@@ -9,27 +9,28 @@ JSON has no NaN, no -0.0 that every parser keeps, no bytes, no tuples and no int
     bytes                                       {"bytes": base64}
     tuple                                       {"tuple": [...]}
     dict                                        {"dict": [[key, value], ...]}
-    OrderedDict                                 {"ordered": [[key, value], ...]}
+    OrderedDict, Counter                        {"ordered": [[key, value], ...]}, {"counter": ...}
+    defaultdict                                 {"default list": ...}, see mappings.py
     sets, slices, ranges, types of torch        see typed_values.py
 """
 
 from __future__ import annotations
 
 import base64
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
 from asyncckpt.format import limits
+from asyncckpt.format.mappings import MAPPINGS, made_mapping, mapping_kind
 from asyncckpt.format.strict_json import Json, shown
 from asyncckpt.format.typed_values import decode_typed, encode_typed, is_typed
 
 _PLAIN_INT_MAX = 2**53
 _ONCE_THERE = frozenset((type(None), bool, int, float, complex, str, bytes))  # Equal items are one, before and after.
 PLAIN = (
-    "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, set, frozenset, slice, range, "
-    "torch.dtype, torch.Size or torch.device"
+    "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, defaultdict, set, "
+    "frozenset, slice, range, torch.dtype, torch.Size or torch.device"
 )
 
 
@@ -66,7 +67,7 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
             for key, item in value.items()
         ]
         _check_keys(pairs, owner)
-        return {"ordered" if isinstance(value, OrderedDict) else "dict": pairs}
+        return {mapping_kind(value): pairs}
     raise UsageError(
         f"value {owner} is not plain",
         found=type(value).__name__,
@@ -108,11 +109,12 @@ def _decode_tagged(kind: str, body: Json, owner: str, depth: int) -> Any:
         return tuple(decode_value(item, owner=owner, _depth=depth) for item in body)
     if is_typed(kind):
         return decode_typed(kind, body, lambda part: decode_value(part, owner=owner, _depth=depth))
-    if kind in ("dict", "ordered") and type(body) is list:
-        result = (OrderedDict if kind == "ordered" else dict)(
+    if kind in MAPPINGS and type(body) is list:
+        pairs = (
             (decode_value(key, owner=owner, _depth=depth), decode_value(item, owner=owner, _depth=depth))
             for key, item in body
         )
+        result = made_mapping(kind, pairs)
         if len(result) != len(body):
             raise CorruptError(f"{owner} holds a value with the same key twice", found=shown(body))
         return result

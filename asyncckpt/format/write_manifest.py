@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncckpt.format import limits
-from asyncckpt.format.body_features import features_of, features_of_sharing
+from asyncckpt.format.body_features import features_of, features_of_sharing, features_of_tree
 from asyncckpt.format.manifest import (
     DIGEST_ALGORITHM,
     DIGEST_MARK,
@@ -27,7 +27,9 @@ from asyncckpt.format.manifest import (
     FileFacts,
     ManifestHead,
     SaveTimes,
+    features_of_values,
 )
+from asyncckpt.format.modules import encode_modules
 from asyncckpt.format.sharing import encode_sharing
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.tree import Node, encode_tree
@@ -67,8 +69,9 @@ def render_body(
     sharing: Sharing = NOTHING_SHARED,
 ) -> BodyTemplate:
     """Render the part of a manifest that only a change of the plan changes. `filtered`: numbers of replaced blocks."""
-    text = b',"tree":%s%s,"blocks":[]' % (dumps(encode_tree(tree)), encode_sharing(sharing))
-    empty = BodyTemplate(text=text, holes=np.empty(0, dtype=np.int64), features=features_of_sharing(sharing))
+    text = b',"tree":%s%s%s,"blocks":[]' % (dumps(encode_tree(tree)), encode_modules(tree), encode_sharing(sharing))
+    features = features_of_tree(tree) | features_of_sharing(sharing)
+    empty = BodyTemplate(text=text, holes=np.empty(0, dtype=np.int64), features=features)
     return extend_body(empty, tables, blocks, filtered=filtered)
 
 
@@ -119,7 +122,8 @@ def encode_part(
     begin = dumps({"files": [_file_json(file) for file in files], "values": list(values)})[:-1] + b","
     text = bytearray().join((begin, body.text, b"}"))
     _fill_holes(text, body, digests, first_byte=len(begin))
-    return PartText(text=_within_limit(text, first_byte=len(begin)), features=body.features)
+    features = body.features | features_of_values(values)
+    return PartText(text=_within_limit(text, first_byte=len(begin)), features=features)
 
 
 def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8], *, first_byte: int) -> None:

@@ -18,8 +18,20 @@ from typing import Any
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import Chain, Manifest, RankPart
+from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import MAPPINGS, VALUE, Node, Path, descend, leaves, path_name, tensor_paths, unique_names
+from asyncckpt.format.tree import (
+    VALUE,
+    Node,
+    Path,
+    descend,
+    leaves,
+    mapping_node,
+    module_metadata,
+    path_name,
+    tensor_paths,
+    unique_names,
+)
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.sharing import SharedView
 from asyncckpt.model.table import Role
@@ -209,7 +221,9 @@ def _joined(first: Node, second: Node) -> Node:
     ]
     known = frozenset(first[1])
     new = [key for key in second[1] if key not in known]
-    return (first[0], (*first[1], *new), (*children, *(theirs[key] for key in new)))
+    said = [metadata for node in (second, first) if (metadata := module_metadata(node)) is not None]
+    joined = {name: local for metadata in said for name, local in metadata.items()} if said else None
+    return mapping_node(first[0], (*first[1], *new), (*children, *(theirs[key] for key in new)), joined)
 
 
 def paths_by_part(parts: Iterable[RankPart]) -> Iterator[list[Path]]:

@@ -98,6 +98,7 @@ class Rebuilt:
     """An object at `path` that gets a new state dict; a module gets its own, overwritten in place.
 
     tensors, values: what stands at the leaves of its state dict now, by their paths in `tree`, the whole state's.
+    wrapped: see wrapped_names.py.
     """
 
     path: Path
@@ -105,6 +106,7 @@ class Rebuilt:
     tree: Node
     tensors: dict[Path, Any] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
+    wrapped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_module(self) -> bool:
@@ -165,6 +167,7 @@ def dense_targets(
     parts: further objects by their paths, which load what is there. There may be nothing yet.
     """
     flat = flatten(state)
+    _check_lasting(flat)
     owners = _rebuilt(flat)
     owners |= {path: Rebuilt(path=path, owner=part, tree=descend(flat.tree, path) or VALUE) for path, part in parts}
     in_place: list[InPlace] = []
@@ -197,6 +200,16 @@ def dense_targets(
     return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths)
 
 
+def _check_lasting(flat: FlatState) -> None:
+    """Raise UsageError for a tensor that its mapping makes anew at each look: what fills it would be lost."""
+    for path, mapping, key, tensor in flat.given:
+        if mapping[key] is not tensor:
+            raise UsageError(
+                f"a {type(mapping).__name__} gives another tensor {path_name((*path, key))!r} at each look",
+                hint="load into a dict of tensors, and fill it from there",
+            )
+
+
 def is_extra_state(key: Key) -> bool:
     """Return whether a key in the state dict of a module is that of what get_extra_state returned."""
     return type(key) is str and (key == "_extra_state" or key.endswith("._extra_state"))  # No "my_extra_state".
@@ -219,7 +232,7 @@ def _rebuilt(flat: FlatState) -> dict[Path, Rebuilt]:
             )
         tree = descend(flat.tree, path)
         assert tree is not None
-        found[path] = Rebuilt(path=path, owner=owner, tree=tree)
+        found[path] = Rebuilt(path=path, owner=owner, tree=tree, wrapped=flat.wrapped.get(path, {}))
     return found
 
 

@@ -13,7 +13,20 @@ from typing import Any
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
-from asyncckpt.format.tree import MAPPINGS, Node, Path, key_value, leaves, path_name, rebuild, tensor_names
+from asyncckpt.format.mappings import MAPPINGS
+from asyncckpt.format.module_facts import implied_modules
+from asyncckpt.format.tree import (
+    Key,
+    Node,
+    Path,
+    key_value,
+    leaves,
+    mapping_node,
+    module_metadata,
+    path_name,
+    rebuild,
+    tensor_names,
+)
 from asyncckpt.model.table import Role
 from asyncckpt.plan.state import flatten
 
@@ -78,8 +91,18 @@ class Names:
         twice = [key for key, count in Counter(keys).items() if count > 1] if keys != node[1] else []
         if twice:
             raise UsageError("two things would have the same name", found=path_name((*self.path(path), twice[0])))
-        pairs = zip(node[1], node[2], strict=True)
-        return (node[0], keys, tuple(self.tree(child, (*path, key)) for key, child in pairs))
+        children = [self.tree(child, (*path, key)) for key, child in zip(node[1], node[2], strict=True)]
+        return mapping_node(node[0], keys, children, self._modules(node, keys, path))
+
+    def _modules(self, node: Node, keys: Sequence[Key], path: Path) -> dict[str, Any] | None:
+        """Return the `_metadata` of a state dict under new names: that of a module is where its tensors are now."""
+        was = module_metadata(node)
+        if was is None or keys == node[1]:
+            return was
+        found = {begin: {"version": 1} for begin in implied_modules(keys)}
+        moved = dict(zip(map(_module_of, keys), map(_module_of, node[1]), strict=True))
+        named = {self.path((*path, name))[-1] if name else "": name for name in was}
+        return found | {new: was[old] for new, old in (named | moved).items() if old in was}
 
     def state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state of tensors and plain values under its new names."""
@@ -158,6 +181,10 @@ def _known_by(part: RankPart) -> Iterator[tuple[Any, ...]]:
 
 def _shown(known: tuple[Any, ...]) -> str:
     return str(known[1]) if isinstance(known[0], Role) else path_name(known)
+
+
+def _module_of(key: Key) -> str:
+    return key.rpartition(".")[0] if isinstance(key, str) else ""
 
 
 def _text(key: Any) -> str:

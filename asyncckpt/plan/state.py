@@ -7,7 +7,7 @@ changed.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,17 +18,20 @@ from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
+from asyncckpt.format.mappings import mapping_kind
+from asyncckpt.format.module_facts import facts_of
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import Table
 from asyncckpt.plan.sharded_leaves import as_sharded
+from asyncckpt.plan.wrapped_names import unwrapped, with_plain_names
 
 STATE_DEPTH_MAX = 64
 # What Savers and Loaders take as `tensors`.
 TensorsArgument = Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor | Sharded | np.ndarray[Any, Any]]
-_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+_PYTHONS = frozenset((dict, OrderedDict, Counter, defaultdict))
 _KEY_TYPES = (int, bool, float, type(None))
 NUMBERS = frozenset((bool, int, float, type(None)))  # Any of them can be stored.
 # Tensors of these types are all there; others may be spread over ranks.
@@ -53,9 +56,11 @@ class FlatState:
     Of a leaf that is spread over ranks (`sharded`, by its number), `tensors` has this rank's first piece, or an empty
     tensor where there is none; `held` are all tensors of this rank: those of the leaves, then the other pieces.
     originals: by number, the user's own objects of leaves that are spread, or arrays. text_bytes: what the texts and
-    bytes among the values take in a manifest, at least. asked: objects and what their state_dict() has returned in this
-    save already. encoded: where a kept walk (kept_walk.py) was followed. live: see held_still. Holds the user's
-    tensors: keep it no longer than the capture takes.
+    bytes among the values take in a manifest, at least. wrapped: by the paths of modules with wrappers inside of them,
+    what their own state dicts call each name (wrapped_names.py). given: the tensors in mappings of other kinds than
+    Python's, which may make them anew: (path of the mapping, it, key, tensor). asked: objects and what their
+    state_dict() has returned in this save already. encoded: where a kept walk (kept_walk.py) was followed. live: see
+    held_still. Holds the user's tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -66,6 +71,8 @@ class FlatState:
     values: list[Any] = field(default_factory=list)
     text_bytes: int = 0
     stateful: list[tuple[Path, Any]] = field(default_factory=list)
+    wrapped: dict[Path, Mapping[str, str]] = field(default_factory=dict)
+    given: list[tuple[Path, Mapping[Any, Any], Any, torch.Tensor]] = field(default_factory=list)
     asked: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     encoded: EncodedValues | None = None
     live: Sequence[torch.Tensor] | None = None
@@ -227,17 +234,21 @@ def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list
         children = tuple(_node(child, flat, (*path, index), parents) for index, child in enumerate(value))
         return ("list" if isinstance(value, list) else "tuple", children)
     value = unwrapped(value)
-    flat.stateful.append((tuple(stored_key(key, path) for key in path), value))
+    at = tuple(stored_key(key, path) for key in path)
+    flat.stateful.append((at, value))
     if id(value) not in flat.asked:
         flat.asked[id(value)] = value, value.state_dict()
-    node = _node(flat.asked[id(value)][1], flat, path, parents)
+    state = flat.asked[id(value)][1]
+    if isinstance(value, torch.nn.Module) and isinstance(state, Mapping):
+        state, wrapped = with_plain_names(value, state)
+        if wrapped:
+            flat.wrapped[at] = wrapped
+    node = _node(state, flat, path, parents)
     return ("state", ("dict", *node[1:]) if node[0] == "ordered" else node)
 
 
 def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
-    kind = "ordered" if isinstance(value, OrderedDict) else "dict"
-    if not value:
-        return (kind, (), ())
+    kind = "dict" if type(value) is dict else mapping_kind(value)
     try:
         # Not items(): thousands of pairs alive at once would start a full garbage collection.
         names, values = list(value.keys()), list(value.values())
@@ -249,9 +260,14 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
         keys: tuple[Key, ...] = tuple(names)
     else:
         keys = tuple([name if type(name) is str else stored_key(name, path) for name in names])
+    metadata = None if type(value) is dict else getattr(value, "_metadata", None)
+    facts = (facts_of(metadata, keys, owner=_shown(path)),) if isinstance(metadata, Mapping) else ()
+    if type(value) not in _PYTHONS:
+        pairs = zip(names, values, strict=True)
+        flat.given += [(path, value, name, child) for name, child in pairs if isinstance(child, torch.Tensor)]
     if PLAIN_TENSORS.issuperset(map(type, values)):  # By far the most frequent: no path, no loop.
         flat.tensors += values
-        return (kind, keys, (TENSOR,) * len(values))
+        return (kind, keys, (TENSOR,) * len(values), *facts)
     children = []
     for key, child in zip(names, values, strict=True):
         if type(child) in PLAIN_TENSORS:
@@ -259,7 +275,7 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
             children.append(TENSOR)
         else:
             children.append(_node(child, flat, (*path, key), parents))
-    return (kind, keys, tuple(children))
+    return (kind, keys, tuple(children), *facts)
 
 
 def stored_key(key: Any, path: tuple[Any, ...]) -> Key:
@@ -278,17 +294,6 @@ def stored_key(key: Any, path: tuple[Any, ...]) -> Key:
             expected=f"no NaN, and ints of at most {limits.KEY_BITS_MAX} bits",
         )
     return (type(key).__name__, key)
-
-
-def unwrapped(value: Any) -> Any:
-    """Return the module inside of DDP, DataParallel or torch.compile, so that names are the same with and without."""
-    while True:
-        if isinstance(value, _PARALLEL):
-            value = value.module
-        elif isinstance(value, torch.nn.Module) and "_orig_mod" in value._modules:
-            value = value._modules["_orig_mod"]
-        else:
-            return value
 
 
 def may_be_state(value: Any) -> bool:

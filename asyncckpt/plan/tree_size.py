@@ -54,5 +54,7 @@ def _children(item: Any) -> Iterator[Any]:
     if isinstance(item, Mapping):
         yield from item.keys()
         yield from item.values()
+        if hasattr(item, "_metadata"):  # The state dict of a module.
+            yield item._metadata
     else:
         yield from item

@@ -20,7 +20,8 @@ import torch
 from asyncckpt.format.tree import TENSOR, VALUE, Node, Path, key_value, leaves
 from asyncckpt.format.values import encode_value
 from asyncckpt.native.walks import Objects, WalkWords
-from asyncckpt.plan.state import NUMBERS, PLAIN_TENSORS, FlatState, stored_key, unwrapped
+from asyncckpt.plan.state import NUMBERS, PLAIN_TENSORS, FlatState, stored_key
+from asyncckpt.plan.wrapped_names import inner_name, unwrapped
 
 _MODULE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -56,7 +57,7 @@ class Recorded:
     """What `record` found. Slots: those of the tensors, then of the values, then others.
 
     constants: what the slots of values hold that the walk does not take. sets: names that a set must have. usual: the
-    classes that were followed, and what they must have.
+    classes that were followed, and what they must have. versions: of the modules among them.
     """
 
     tree: Node
@@ -68,6 +69,7 @@ class Recorded:
     parts: list[Part] = field(default_factory=list)
     sets: list[tuple[int, frozenset[Any]]] = field(default_factory=list)
     usual: dict[type, frozenset[str]] = field(default_factory=dict)
+    versions: dict[type, Any] = field(default_factory=dict)
 
     @property
     def slots(self) -> int:
@@ -92,7 +94,8 @@ class Recorded:
 
     def is_usual(self) -> bool:
         """Return whether all classes that were followed still take their state_dict() from torch."""
-        return all(_takes_from_torch(kind, parts) for kind, parts in self.usual.items())
+        versions = all(getattr(kind, "_version", None) is found for kind, found in self.versions.items())
+        return versions and all(_takes_from_torch(kind, parts) for kind, parts in self.usual.items())
 
     def has_sets(self, found: Objects) -> bool:
         return all(found[slot] == names for slot, names in self.sets)
@@ -216,7 +219,10 @@ class _Recorder:
 
     def _module(self, module: torch.nn.Module, prefix: str, names: list[str], *, slot: int | None = None) -> None:
         """Write what follows a module, and append to `names` what its state_dict() calls its tensors, in order."""
-        attributes = self._attributes(module, _MODULE_METHODS + _MODULE_PARTS + _MODULE_HOOKS, *_MODULE_METHODS)
+        attributes = self._attributes(
+            module, _MODULE_METHODS + _MODULE_PARTS + _MODULE_HOOKS, *_MODULE_METHODS, "_version"
+        )
+        self.made.versions[type(module)] = getattr(type(module), "_version", None)
         outer = self.words
         pieces: dict[str, list[int]] = {}
         transient = attributes["_non_persistent_buffers_set"]
@@ -233,8 +239,11 @@ class _Recorder:
         def buffer(name: str, found: Any) -> None:
             self.words.anything() if name in transient else tensor(name, found)
 
+        inner = inner_name(module)
+
         def child(name: str, found: Any) -> None:
-            self.words.same(None) if found is None else self._module(found, f"{prefix}{name}.", names)
+            below = prefix if name == inner else f"{prefix}{name}."
+            self.words.same(None) if found is None else self._module(found, below, names)
 
         # In the order of state_dict(), which need not be that of the attributes.
         for part, visit in (("_parameters", tensor), ("_buffers", buffer), ("_modules", child)):

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from enum import Enum, EnumMeta
 from typing import Any
@@ -29,6 +28,8 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import CorruptError, NotFoundError, UsageError
+from asyncckpt.format.mappings import made_mapping, mapping_kind
+from asyncckpt.format.tree import with_metadata
 from asyncckpt.format.values import encode_value
 from asyncckpt.strategies.mapping import STATE_DEPTH_MAX, shown_path
 
@@ -67,13 +68,18 @@ def _packed(value: Any, at: Path, front: Path, kinds: list[tuple[Path, Kind]]) -
         kinds.append((at, kind))
     if isinstance(plain, Mapping):
         pairs = [(key, _packed(item, (*at, key), front, kinds)) for key, item in plain.items()]
-        return OrderedDict(pairs) if isinstance(plain, OrderedDict) else dict(pairs)
+        return _like(plain, pairs)
     if isinstance(plain, (list, tuple)) and type(plain) is not torch.Size:
         items = [_packed(item, (*at, index), front, kinds) for index, item in enumerate(plain)]
         return items if isinstance(plain, list) else tuple(items)
     if not isinstance(plain, torch.Tensor):
         encode_value(plain, owner=shown_path((*front, *at)))
     return plain
+
+
+def _like(value: Mapping[Any, Any], pairs: Sequence[tuple[Any, Any]]) -> Any:
+    metadata = getattr(value, "_metadata", None)  # Of the state dict of a module.
+    return made_mapping(mapping_kind(value), pairs) if metadata is None else with_metadata(pairs, metadata)
 
 
 def _as_plain(value: Any, path: Path) -> tuple[Kind | None, Any]:
@@ -105,7 +111,7 @@ def _not_found_again(path: Path, named: Sequence[str]) -> UsageError:
 def _unpacked(value: Any, at: Path, kinds: Mapping[Path, Kind]) -> Any:
     if isinstance(value, Mapping):
         pairs = [(key, _unpacked(item, (*at, key), kinds)) for key, item in value.items()]
-        value = OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
+        value = _like(value, pairs)
     elif isinstance(value, (list, tuple)) and type(value) is not torch.Size:
         items = [_unpacked(item, (*at, index), kinds) for index, item in enumerate(value)]
         value = items if isinstance(value, list) else tuple(items)

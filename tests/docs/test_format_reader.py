@@ -20,14 +20,25 @@ from tests.chains.model import RandomChain, layer_of, load
 from tests.chains.written import write
 from tests.end_to_end.merged_ranks import as_boxes, save_each
 
-READER_LINES_MAX = 68
+READER_LINES_MAX = 90
 CHAIN_READER_LINES_MAX = 40
 RANKS_READER_LINES_MAX = 40
-READER_MAY_IMPORT = {"base64", "collections", "itertools", "json", "numpy", "safetensors", "torch", "xxhash"}
+READER_MAY_IMPORT = {
+    "base64",
+    "builtins",
+    "collections",
+    "itertools",
+    "json",
+    "numpy",
+    "safetensors",
+    "torch",
+    "xxhash",
+}
 
 # ruff: noqa: E402
 # -- the reader ------------------------------------------------------------------------------------------------------
 import base64
+import builtins
 import collections
 import itertools
 import json
@@ -47,7 +58,16 @@ def read_manifest(root, step):
     raw = (compacted if compacted.exists() else root / "manifests" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
     assert (manifest["format"], manifest["version"]) == ("asyncckpt", 1)
-    assert set(manifest["requires"]) <= {"delta", "compacted", "pad", "ranks", "boxes", "tied"}, "no encodings"
+    assert set(manifest["requires"]) <= {
+        "delta",
+        "compacted",
+        "pad",
+        "ranks",
+        "boxes",
+        "tied",
+        "modules",
+        "mappings",
+    }, "no encodings"
     assert manifest["digest"] == xxhash.xxh3_128_hexdigest(raw[: raw.rindex(b',"digest":"')])
     for file in [file for part in [manifest, *manifest.get("others", [])] for file in part["files"]]:
         header = (root / file["path"]).open("rb").read(file["header_bytes"])
@@ -73,12 +93,27 @@ def value_of(coded):
             "tuple": lambda items: tuple(map(value_of, items)),
             "dict": lambda items: {value_of(key): value_of(item) for key, item in items},
             "ordered": lambda items: collections.OrderedDict(map(value_of, items)),
+            "counter": lambda items: collections.Counter(dict(map(value_of, items))),
             "dtype": lambda name: getattr(torch, name), "device": torch.device}  # fmt: skip
     of_items = {"set": set, "frozenset": frozenset, "size": torch.Size}
     of_bounds = {"slice": slice, "range": range}
+    if kind.startswith("default "):
+        return default_of(kind, map(value_of, body))
     if kind in of_bounds:
         return of_bounds[kind](*map(value_of, body))
     return of_items[kind](map(value_of, body)) if kind in of_items else read[kind](body)
+
+
+def default_of(kind, pairs):
+    known = {**vars(builtins), "Counter": collections.Counter, "OrderedDict": collections.OrderedDict, "None": None}
+    return collections.defaultdict(known[kind.removeprefix("default ")], pairs)
+
+
+def metadata_of(facts, keys):
+    implied = {""} | {key[:at] for key in keys for at in range(len(key)) if key[at] == "."}
+    said = {name: {"version": fact} if isinstance(fact, int) else value_of(fact) for name, fact in facts.items()}
+    found = {**{name: {"version": 1} for name in implied}, **said}
+    return {name: local for name, local in found.items() if local is not None}
 
 
 def key_of(coded):
@@ -94,9 +129,10 @@ def state_of(node, tensors, values):
     ((kind, body),) = node.items()
     if kind == "s":
         return state_of(body, tensors, values)
-    if kind in ("d", "o"):
-        pairs = ((key_of(key), state_of(child, tensors, values)) for key, child in body)
-        return (dict if kind == "d" else collections.OrderedDict)(pairs)
+    if kind in ("d", "o", "c") or kind.startswith("default "):
+        pairs = {key_of(key): state_of(child, tensors, values) for key, child in body}
+        made = {"d": dict, "o": collections.OrderedDict, "c": collections.Counter}
+        return made[kind](pairs) if kind in made else default_of(kind, pairs)
     return (list if kind == "l" else tuple)(state_of(child, tensors, values) for child in body)
 
 
@@ -160,7 +196,7 @@ def leaves_of(node, path=()):
         yield path, node
         return
     ((kind, body),) = node.items()
-    named = ((json.dumps(key), child) for key, child in body) if kind in ("d", "o") else enumerate(body)
+    named = ((json.dumps(key), child) for key, child in body) if kind not in ("l", "u") else enumerate(body)
     for key, child in [(None, body)] if kind == "s" else named:
         yield from leaves_of(child, path if kind == "s" else (*path, key))
 
@@ -215,6 +251,8 @@ def nested_state() -> dict[str, Any]:
         "mixed": [torch.ones(2), ("text", {1: torch.zeros(1), None: 2, 1.5: True, False: -0.0, "a.b": b"\x00"})],
         "values": [2**80, -(2**60), math.inf, 1 - 2j, None, (), {}, "\u00e9\n"],
         "ordered": collections.OrderedDict(b=torch.ones(1), a=collections.OrderedDict(c=1)),
+        "counted": [collections.Counter("aab"), collections.defaultdict(list, a=[torch.ones(2)])],
+        "more": [collections.defaultdict(kind, a=1) for kind in (None, int, collections.OrderedDict)],
         "kinds": [{1}, frozenset("a"), slice(1, None), range(9), torch.half, torch.Size([2, 3]), torch.device("cpu")],
     }
 
@@ -250,7 +288,10 @@ def same(found: Any, expected: Any) -> bool:
     if hasattr(expected, "state_dict"):
         expected = dict(expected.state_dict())
     if isinstance(expected, dict):
-        if isinstance(expected, collections.OrderedDict) and type(found) is dict:
+        typed = (collections.OrderedDict, collections.Counter, collections.defaultdict)
+        if isinstance(expected, typed) and type(found) is not type(expected):
+            return False
+        if getattr(found, "default_factory", None) is not getattr(expected, "default_factory", None):
             return False
         return list(found) == list(expected) and all(same(found[key], value) for key, value in expected.items())
     if isinstance(expected, (list, tuple)):
@@ -316,6 +357,17 @@ def test_reader_reads_everything(tmp_path: Path, blocking: bool) -> None:
     check_table(tables["user"], table)
     assert same(found, state)
     assert renamed == {}
+
+
+def test_reader_knows_what_torch_says_of_modules(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)))
+    state: Any = model.state_dict()
+    state._metadata["1.0"].update(version=7, scale=(2.5,))
+    del state._metadata["1"]
+    asyncckpt.save(tmp_path, {"deep": [{"model": state}]})
+    (found,) = read_manifest(tmp_path, 0)["modules"]
+    assert list(map(key_of, found["path"])) == ["deep", 0, "model"]
+    assert metadata_of(found["facts"], list(state)) == dict(state._metadata)
 
 
 def test_reader_joins_split_blocks_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

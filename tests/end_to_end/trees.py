@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,8 @@ def live(value: Any) -> Any:
     if callable(getattr(value, "state_dict", None)):
         value = value.state_dict()
     if isinstance(value, Mapping):
-        return {key: live(item) for key, item in value.items()}
+        kind = OrderedDict if hasattr(value, "_metadata") else dict
+        return kind((key, live(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return (list if isinstance(value, list) else tuple)(live(item) for item in value)
     return value

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import asyncckpt
 from asyncckpt.coordination import store_channel
-from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, FilterError, PeerError, UsageError
+from asyncckpt.errors import CheckpointError, ConflictError, FilterError, PeerError, UsageError
 from tests.ranks.training import Training
 
 PEER_DEADLINE_S = 20.0
@@ -416,8 +416,14 @@ def boxes_that_do_not_make_up_the_whole(rank: int, folder: Path) -> None:
         raised(saver.save_async(5 + rank))  # Different steps; so the ranks ask anew who writes what.
         state["w"] = asyncckpt.sharded(part, (3, 0), (6, 2))
         error = raised(saver.save_async(3))
-        assert isinstance(error, CorruptError if rank == 0 else PeerError)
-        assert "missing or covered twice" in str(error)
+        assert isinstance(error, ConflictError if rank == 0 else PeerError)
+        assert "what ranks hold of tensor 'w' of step 3 does not make it up, or overlaps" in str(error)
+        assert all(f"[3, 2] at [3, 0] on rank {other}" in str(error) for other in (0, 1))
+        state["w"] = asyncckpt.sharded(part, (3 * rank, 0), (6 + rank, 2))
+        error = raised(saver.save_async(3))
+        assert isinstance(error, ConflictError if rank == 0 else PeerError)
+        assert "tensor 'w' of step 3 is not the same on all ranks" in str(error)
+        assert all(f"float32 [{6 + other}, 2] on rank {other}" in str(error) for other in (0, 1))
         state["w"] = asyncckpt.sharded(part, (3 * rank, 0), (6, 2))
         saver.save(4)
     whole = torch.zeros(6, 2)

@@ -7,7 +7,7 @@ import http
 import io
 import math
 import sys
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -77,6 +77,9 @@ def there_and_back(value: Any) -> Any:
         {1, "two", (3.0, None)},
         frozenset([torch.float16, frozenset()]),
         OrderedDict(b=OrderedDict(), a=[{2}]),
+        {"counts": Counter("aab"), "more": [defaultdict(list, a=[Counter()])]},
+        Counter({"a": 2}),
+        defaultdict(int, a=1),
         Point(1, {"deep": [Point(Backend.AUTO, b"q" * 300)]}),
         Batch(rows=[1], shape=torch.Size([3])),
         tuple.__new__(Checked, ({2}, torch.Size([3]))),
@@ -88,6 +91,12 @@ def test_plain_and_special_values(value: Any) -> None:
     found = there_and_back(value)
     assert found == value
     assert type(found) is type(value)
+
+
+def test_what_torch_says_of_modules_is_kept() -> None:
+    state: Any = torch.nn.BatchNorm1d(2).state_dict()
+    found = there_and_back([{"model": state}])[0]["model"]
+    assert dict(found._metadata) == dict(state._metadata) == {"": {"version": 2}}
 
 
 def test_nan_and_minus_zero_are_kept() -> None:

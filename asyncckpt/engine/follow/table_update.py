@@ -42,6 +42,7 @@ from asyncckpt.plan.contents import contents_of, metadata_of
 from asyncckpt.plan.load_plan import TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import dense_targets
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
+from asyncckpt.plan.unwrapped_contents import as_targets_name_it
 from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.layer_rows import IdsReader
@@ -187,8 +188,9 @@ class OpenUpdate:
         begun, bytes_before = time.perf_counter(), reader.bytes_read
         targets = dense_targets(state, tables=iter(tables))
         left_out = tables_left_out(state, tables.values())
-        plan = make_load_plan(self._chain, self._contents, targets, tables, strict=strict, left_out=left_out)
-        report = report_of(self.path, self._chain, self._contents, targets, plan)
+        contents = as_targets_name_it(self._contents, targets)
+        plan = make_load_plan(self._chain, contents, targets, tables, strict=strict, left_out=left_out)
+        report = report_of(self.path, self._chain, contents, targets, plan)
         whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in changes))
         changed = [_plan_of_change(item, changes[item.name]) for item in plan.tables if item.name in changes]
         removed = _read_removed([[shard for shard, _ in item.sources] for item in changed], reader)
@@ -201,7 +203,7 @@ class OpenUpdate:
             item for item in changed if any(layer.rows_count for shard, _ in item.sources for layer in shard.layers)
         ]
         _, rows_over = fill(replace(plan, dense=(), tables=tuple(over), objects=(), apart=()), reader, clear=False)
-        give_state_dicts(plan, self._contents, rebuilt)
+        give_state_dicts(plan, contents, rebuilt)
         return replace(
             with_scalars(report, targets),
             rows={item.name: 0 for item in changed} | rows | rows_over,

@@ -9,7 +9,8 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from asyncckpt.adapters.named_parts import Values, filled, is_plain
-from asyncckpt.format.tree import MAPPINGS, Node, Path, key_value
+from asyncckpt.format.mappings import MAPPINGS
+from asyncckpt.format.tree import Node, Path, key_value
 from asyncckpt.plan.state import stored_key
 
 
@@ -69,7 +70,8 @@ def _parts(at: _Place, node: Node | None, path: Path, known: dict[int, Any]) -> 
         node = node[1]
     if isinstance(own, MutableMapping):
         stored = dict(zip(node[1], node[2], strict=True)) if node is not None and node[0] in MAPPINGS else {}
-        places = {**{key: key_value(key) for key in stored}, **{stored_key(key, path): key for key in own}}
+        names = own.keys()  # What iterates over a TensorDict gets its rows.
+        places = {**{key: key_value(key) for key in stored}, **{stored_key(key, path): key for key in names}}
     elif isinstance(own, (list, tuple)):
         is_same = node is not None and node[0] == ("tuple" if is_tuple else "list")
         stored = {("int", index): child for index, child in enumerate(node[1])} if node and is_same else {}
@@ -87,4 +89,5 @@ def _parts(at: _Place, node: Node | None, path: Path, known: dict[int, Any]) -> 
 
 
 def _is_in(container: Any, key: Any) -> bool:
-    return key < len(container) if isinstance(container, list) else key in container
+    there = range(len(container)) if isinstance(container, list) else container.keys()
+    return key in there

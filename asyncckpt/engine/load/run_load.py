@@ -29,7 +29,18 @@ from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError, warn
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import VALUE, descend, leaf_of, leaves, path_name, rebuild, tensor_paths, unique_names
+from asyncckpt.format.tree import (
+    VALUE,
+    descend,
+    leaf_of,
+    leaves,
+    metadata_for,
+    path_name,
+    rebuild,
+    tensor_paths,
+    unique_names,
+    with_metadata,
+)
 from asyncckpt.format.tree import Path as LeafPath
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.result import LoadReport
@@ -41,6 +52,8 @@ from asyncckpt.plan.load_info import LoadFilter
 from asyncckpt.plan.load_plan import LoadPlan, TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, is_extra_state
 from asyncckpt.plan.overlapping_targets import put_in_place
+from asyncckpt.plan.unwrapped_contents import as_targets_name_it
+from asyncckpt.plan.wrapped_names import with_wrapped_names
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
 
@@ -146,6 +159,7 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
         for part in plain_parts(own, descend(contents.tree, (name,)), (name,), known)
     ]
     targets = dense_targets(request.state, tables=iter(tables), parts=parts) if whole is None else whole.targets
+    contents = as_targets_name_it(contents, targets)
     plan = make_load_plan(
         chain,
         contents,
@@ -283,6 +297,9 @@ def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Cont
     """
     values = [contents.values.get(path, own) for path, own in item.values.items()]
     state = rebuild(item.tree, iter(item.tensors.values()), iter(values))
+    stored = descend(contents.tree, item.path)
+    if stored is not None and (metadata := metadata_for(item.tree, stored)) is not None:
+        state = with_metadata(state, metadata)
     for key in filter(is_extra_state, state):
         path = (*item.path, key)
         node = descend(contents.tree, path)
@@ -291,7 +308,7 @@ def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Cont
         if node is not None and found == paths:
             tensors = {at: rebuilt[at] if at in rebuilt else item.tensors[at] for at in paths}
             state[key] = _stored(path, tensors, contents)
-    return state
+    return with_wrapped_names(item.owner, state, item.wrapped)
 
 
 def _stored(path: LeafPath, tensors: Mapping[LeafPath, Any], contents: Contents) -> Any:

@@ -16,7 +16,19 @@ from asyncckpt.engine.load.shared_tensors import shared_again
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import MAPPINGS, TENSOR, VALUE, Node, Path, leaf_of, leaves, rebuild, unique_names
+from asyncckpt.format.mappings import MAPPINGS
+from asyncckpt.format.tree import (
+    TENSOR,
+    VALUE,
+    Node,
+    Path,
+    leaf_of,
+    leaves,
+    mapping_node,
+    module_metadata,
+    rebuild,
+    unique_names,
+)
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.table import ID_COLUMN, Column, TableCut, TableSchema
 from asyncckpt.model.table_shard import Shard
@@ -139,7 +151,9 @@ def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path)
             for key, child in zip(node[1], node[2], strict=True)
             if len(child) > 1 or child is VALUE or (*path, key) in stored
         ]
-        return (node[0], tuple(key for key, _ in pairs), tuple(child for _, child in pairs))
+        return mapping_node(
+            node[0], [key for key, _ in pairs], [child for _, child in pairs], metadata=module_metadata(node)
+        )
     children = (_without_dropped(child, stored, (*path, ("int", index))) for index, child in enumerate(node[1]))
     return (node[0], tuple(children))
 

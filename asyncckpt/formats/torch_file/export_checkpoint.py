@@ -13,6 +13,7 @@ import io
 import math
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import path_name
+from asyncckpt.format.tree import holds_typed_mappings, path_name
 from asyncckpt.format.weights_only import why_refused
 from asyncckpt.formats.conversion import Conversion, ExportReport, warn_of_left_out
 from asyncckpt.formats.run_export import plan_export
@@ -67,6 +68,8 @@ class ExportPlan:
             _check_readable(
                 torch.empty(0, dtype=dtype_by_name(dtype, owner=name).dtype, device="cpu"), f"tensor {name!r}"
             )
+        if holds_typed_mappings(contents.tree):
+            _check_readable(Counter(), "a Counter")
         try:
             _check_readable(list(contents.values.values()), "the values")
         except UnsupportedError:
@@ -105,11 +108,12 @@ def export_checkpoint(
     verify  read all of it once more before it gets its name, and compare
 
     `torch.load(file, weights_only=True)` gives the dict that `asyncckpt.load` does, but for NumPy arrays, which become
-    tensors, and NumPy scalars, which become numbers. Tables are left out, with a RuntimeWarning: a file has none.
-    Nothing is under the name when an error is raised: NotFoundError, CorruptError, UnsupportedError for a dtype or
-    value that torch would not give back, UsageError, IOFailedError; but IndeterminateError says that it is there, and
-    perhaps not durable. Waits while a save or load of this process is in flight. Tensors take room on the disk once
-    more, until it has ended, and no memory; those that overlap without being equal do.
+    tensors, NumPy scalars, which become numbers, and defaultdicts, which become dicts. Tables are left out, with a
+    RuntimeWarning: a file has none. Nothing is under the name when an error is raised: NotFoundError, CorruptError,
+    UnsupportedError for a dtype or value that torch would not give back, UsageError, IOFailedError; but
+    IndeterminateError says that it is there, and perhaps not durable. Waits while a save or load of this process is in
+    flight. Tensors take room on the disk once more, until it has ended, and no memory; those that overlap without
+    being equal do.
     """
     report = export(Conversion.of(path, file, step, durability=durability, verify=verify))
     warn_of_left_out("tables", report.tables, "a file of torch.save")
@@ -173,8 +177,8 @@ def _write(entry: NewEntry, state: Any, durability: Durability) -> int:
 
 
 def _plain(value: Any, dtypes: dict[int, torch.dtype]) -> Any:
-    """Return a state without NumPy, whose types torch.load refuses; and without views of one memory as other dtypes,
-    which torch.save does: these get memory of their own. dtypes: of memory that was seen, by its address."""
+    """Return a state without NumPy and defaultdicts, which torch.load refuses; and without views of one memory as other
+    dtypes, which torch.save does: these get memory of their own. dtypes: of memory that was seen, by its address."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if isinstance(value, torch.Tensor):
@@ -182,6 +186,8 @@ def _plain(value: Any, dtypes: dict[int, torch.dtype]) -> Any:
         return value.clone() if is_view and value.numel() else value
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, defaultdict):
+        value = dict(value)
     if isinstance(value, dict):
         for key in value:
             value[key] = _plain(value[key], dtypes)

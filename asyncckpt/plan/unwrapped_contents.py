@@ -1,0 +1,79 @@
+"""A checkpoint whose names still have the wrappers of modules in them, as its targets name it: without.
+
+Earlier versions stored what was compiled, checkpointed or in DDP inside of a module under the names of the wrappers,
+and a state dict that was taken by hand has them still. Only names are changed that fit nothing otherwise; where two
+would become the same, both stay, and do not fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from asyncckpt.format.mappings import MAPPINGS
+from asyncckpt.format.tree import Key, Node, Path, descend, mapping_node, module_metadata, state_dict_of
+from asyncckpt.plan.contents import Contents
+from asyncckpt.plan.load_targets import DenseTargets, Rebuilt
+from asyncckpt.plan.wrapped_names import without_sure_parts
+
+T = TypeVar("T")
+
+
+def as_targets_name_it(contents: Contents, targets: DenseTargets) -> Contents:
+    """Return what a checkpoint holds under the names of modules in its targets."""
+    new: dict[Path, Key] = {}
+    for item in targets.rebuilt:
+        if item.is_module:
+            new |= dict(_new_names(item, descend(contents.tree, item.path)))
+    if not new:
+        return contents
+
+    def renamed(path: Path) -> Path:
+        end = next((end for end in range(1, len(path) + 1) if path[:end] in new), 0)
+        return (*path[: end - 1], new[path[:end]], *path[end:]) if end else path
+
+    def by_new(found: Mapping[Path, T]) -> dict[Path, T]:
+        return {renamed(path): value for path, value in found.items()}
+
+    return replace(
+        contents,
+        dense={name: replace(item, path=renamed(item.path)) for name, item in contents.dense.items()},
+        values=by_new(contents.values),
+        leaf_paths=tuple(map(renamed, contents.leaf_paths)),
+        sure_paths=frozenset(map(renamed, contents.sure_paths)),
+        tree=_renamed_tree(contents.tree, (), new),
+        shared=tuple((size, by_new(views)) for size, views in contents.shared),
+    )
+
+
+def _new_names(item: Rebuilt, stored: Node | None) -> Iterator[tuple[Path, Key]]:
+    """Yield the paths of entries that a module has under other names, with these."""
+    own, stored = state_dict_of(item.tree), None if stored is None else state_dict_of(stored)
+    if stored is None or stored[0] not in MAPPINGS or own[0] not in MAPPINGS:
+        return
+    wanted, there = set(own[1]), set(stored[1])
+    plain_of = {wrapped: plain for plain, wrapped in item.wrapped.items()}
+    found = {
+        key: plain_of[key] if key in plain_of else without_sure_parts(key)
+        for key in stored[1]
+        if isinstance(key, str) and key not in wanted
+    }
+    count = Counter(found.values())
+    for key, plain in found.items():
+        if plain != key and plain in wanted and plain not in there and count[plain] == 1:
+            yield (*item.path, key), plain
+
+
+def _renamed_tree(node: Node, path: Path, new: Mapping[Path, Key]) -> Node:
+    if node[0] == "state":
+        return ("state", _renamed_tree(node[1], path, new))
+    if node[0] not in MAPPINGS:
+        return node  # Objects in lists keep the names that they had.
+    keys = [new.get((*path, key), key) for key in node[1]]
+    children = [_renamed_tree(child, (*path, key), new) for key, child in zip(node[1], node[2], strict=True)]
+    metadata = module_metadata(node) if len(node) > 3 else None
+    if metadata is not None and tuple(keys) != node[1]:
+        metadata = type(metadata)((without_sure_parts(f"{name}.")[:-1], local) for name, local in metadata.items())
+    return mapping_node(node[0], keys, children, metadata)

@@ -1,0 +1,221 @@
+"""The version of every module, which torch keeps beside a state dict, is where torch.load would have it."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.cli.commands import run
+from asyncckpt.formats import torch_file
+from tests.end_to_end.merged_ranks import as_boxes, save_each
+
+
+class Doubles(torch.nn.Module):
+    """Stores w; before version 2 it stored half of it."""
+
+    _version = 2
+
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((3,), fill))
+        self.seen: list[dict[str, Any]] = []
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        self.seen.append(dict(metadata))
+        if metadata.get("version", 1) < 2:
+            state[prefix + "w"] = state[prefix + "w"] * 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+class Hooked(torch.nn.Module):
+    """Says more than a version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(2))
+        self.register_state_dict_post_hook(self._say)
+
+    @staticmethod
+    def _say(module: Any, state: Any, prefix: str, local: dict[str, Any]) -> None:
+        local["scales"] = {"a": (1, 2.5), 3: b"x"}
+
+
+def net(fill: float = 0.0) -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), Doubles(fill), torch.nn.BatchNorm1d(3))
+
+
+KEYS = [f"model.{name}" for name in net().state_dict()]
+
+
+def by_checkpointer(path: Path, model: torch.nn.Module, target: torch.nn.Module) -> None:
+    with asyncckpt.Checkpointer(path, every=1, model=model) as ckpt:
+        ckpt.step(0)
+    with asyncckpt.Checkpointer(path, every=1, model=target) as ckpt:
+        ckpt.restore()
+
+
+def by_loader(path: Path, model: torch.nn.Module, target: torch.nn.Module) -> None:
+    asyncckpt.save(path, {"model": model})
+    asyncckpt.Loader(path, tensors={"model": target}).load()
+
+
+def by_periodic(path: Path, model: torch.nn.Module, target: torch.nn.Module) -> None:
+    with asyncckpt.PeriodicSaver(asyncckpt.Saver(path=path, tensors={"model": model}), every_steps=1) as saver:
+        for step in range(3):  # The second and third follow the walk of the first.
+            saver.step(step)
+    asyncckpt.Loader(path, tensors={"model": target}).load()
+
+
+def by_dict(path: Path, model: torch.nn.Module, target: torch.nn.Module) -> None:
+    asyncckpt.save(path, {"deep": [{"model": model}]})
+    target.load_state_dict(asyncckpt.load(path)["deep"][0]["model"])
+
+
+def by_own_dict(path: Path, model: torch.nn.Module, target: torch.nn.Module) -> None:
+    asyncckpt.save(path, {"model": model.state_dict()})
+    asyncckpt.Loader(path, tensors={"model": target}).load()
+
+
+def by_file_and_back(path: Path, model: torch.nn.Module, target: torch.nn.Module) -> None:
+    torch.save({"old": model.state_dict()}, path.with_suffix(".pt"))
+    torch_file.import_checkpoint(path.with_suffix(".pt"), path)
+    torch_file.export_checkpoint(path, path.with_suffix(".out"))
+    target.load_state_dict(torch.load(path.with_suffix(".out"), weights_only=True)["old"])
+
+
+def by_compaction(path: Path, model: torch.nn.Module, target: torch.nn.Module) -> None:
+    table = asyncckpt.HashTable("t", dim=2)
+    table.lookup(torch.arange(4))
+    with asyncckpt.Saver(path=path, hashtables={"t": table}, tensors={"model": model}) as saver:
+        saver.save(0, kind="full")
+        table.lookup(torch.arange(5))
+        saver.save(1, kind="delta")
+        saver.compact()
+    assert len(list(path.glob("manifests/*.full.json"))) == 1
+    asyncckpt.Loader(path, tensors={"model": target}).load()
+
+
+WAYS = (by_checkpointer, by_loader, by_periodic, by_dict, by_own_dict, by_file_and_back, by_compaction)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_upgrades_older_states_gets_the_version_that_was_saved(
+    tmp_path: Path, way: Callable[[Path, torch.nn.Module, torch.nn.Module], None]
+) -> None:
+    target = net()
+    way(tmp_path / "d", net(1.0), target)
+    assert target[2].w.tolist() == [1.0] * 3
+    assert [seen.get("version") for seen in target[2].seen] == [2]
+
+
+@pytest.mark.parametrize("make", [net, Hooked, lambda: torch.nn.Sequential(Hooked(), torch.nn.ReLU()), torch.nn.ReLU])
+def test_what_torch_says_of_modules_is_in_a_loaded_state_as_torch_load_has_it(
+    tmp_path: Path, make: Callable[[], torch.nn.Module]
+) -> None:
+    model = make()
+    torch.save(model.state_dict(), tmp_path / "file.pt")
+    expected: Any = torch.load(tmp_path / "file.pt", weights_only=True)
+    for name, state in (("module", model), ("dict", model.state_dict())):
+        asyncckpt.save(tmp_path / name, {"model": state})
+        found = asyncckpt.load(tmp_path / name)["model"]
+        assert type(found) is OrderedDict
+        assert dict(found._metadata) == dict(expected._metadata)
+
+
+def test_what_a_load_has_put_there_is_not_saved(tmp_path: Path) -> None:
+    state: Any = net(1.0).state_dict()
+    net().load_state_dict(state, assign=True)
+    assert "assign_to_params_buffers" in state._metadata[""]
+    asyncckpt.save(tmp_path / "d", {"model": state})
+    assert "assign_to_params_buffers" not in str(asyncckpt.load(tmp_path / "d")["model"]._metadata)
+
+
+def test_an_older_version_is_upgraded_as_ever(tmp_path: Path) -> None:
+    state: Any = net(1.0).state_dict()
+    state._metadata["2"]["version"] = 1
+    asyncckpt.save(tmp_path / "d", {"model": state})
+    target = net()
+    asyncckpt.Loader(tmp_path / "d", tensors={"model": target}).load()
+    assert target[2].seen == [{"version": 1}]
+    assert target[2].w.tolist() == [2.0] * 3
+
+
+def test_a_state_without_versions_is_taken_as_of_the_modules_own(tmp_path: Path) -> None:
+    """As earlier checkpoints have none, and state dicts that somebody has made of another one."""
+    asyncckpt.save(tmp_path / "d", {"model": dict(net(1.0).state_dict())})
+    target = net()
+    asyncckpt.Loader(tmp_path / "d", tensors={"model": target}).load()
+    assert target[2].w.tolist() == [1.0] * 3
+    assert not hasattr(asyncckpt.load(tmp_path / "d")["model"], "_metadata")
+
+
+def test_a_module_that_the_checkpoint_has_not_keeps_what_it_has(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "d", {"model": net(1.0)})
+    target = torch.nn.Sequential(*net(), Doubles(5.0))
+    asyncckpt.Loader(tmp_path / "d", tensors={"model": target}, strict=False).load()
+    assert (target[2].w.tolist(), target[4].w.tolist()) == ([1.0] * 3, [5.0] * 3)
+
+
+def test_versions_follow_a_class_that_gets_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net(1.0)
+    with asyncckpt.Saver(path=tmp_path / "d", tensors={"model": model}) as saver:
+        for step in range(2):
+            saver.save(step)
+        monkeypatch.setattr(Doubles, "_version", 7)
+        saver.save(2)
+        model[0]._version = 9
+        saver.save(3)
+    found = [asyncckpt.load(tmp_path / "d", step)["model"]._metadata for step in range(4)]
+    assert [(of["0"]["version"], of["2"]["version"]) for of in found] == [(1, 2), (1, 2), (1, 7), (9, 7)]
+
+
+def test_renamed_modules_keep_their_versions(tmp_path: Path) -> None:
+    torch.save({"model": net(1.0).state_dict(), "n": 1}, tmp_path / "file.pt")
+    renames = ["--rename", "model.2=student.deep.er", "--rename", "model=student", "--rename", "model.0.bias=student.b"]
+    assert run(["import", "torch", str(tmp_path / "file.pt"), str(tmp_path / "d"), *renames]) == 0
+    versions = {name: of["version"] for name, of in asyncckpt.load(tmp_path / "d")["student"]._metadata.items()}
+    assert (versions["deep.er"], versions["3"], versions["0"], versions[""]) == (2, 2, 1, 1)
+
+
+def test_what_is_not_plain_is_refused_by_name(tmp_path: Path) -> None:
+    state: Any = net().state_dict()
+    state._metadata["3"]["config"] = object()
+    with pytest.raises(asyncckpt.UsageError, match=r"_metadata\['3'\] of 'model'"):
+        asyncckpt.save(tmp_path / "d", {"model": state})
+
+
+def test_versions_of_several_ranks_are_put_together(tmp_path: Path) -> None:
+    """As of pipeline stages: each rank has modules that the others have not."""
+    states: list[Any] = [net(1.0).state_dict() for _ in range(2)]
+    for state, name in zip(states, ("9", "2"), strict=True):
+        state[f"{name}.more"] = torch.ones(1)
+        state._metadata[name] = {"version": 5}
+    only = as_boxes({}, only=dict.fromkeys(KEYS, 0))
+    found = asyncckpt.load(save_each(tmp_path / "d", [{"model": state} for state in states], change=only))["model"]
+    assert dict(found._metadata) == {**dict(states[1]._metadata), **dict(states[0]._metadata)}
+    assert found._metadata["9"] == {"version": 5}
+
+
+def manifest_of(path: Path) -> tuple[list[str], str]:
+    raw = next(path.glob("manifests/*.json")).read_text()
+    manifest = json.loads(raw)
+    return manifest["requires"], json.dumps(manifest.get("modules"))
+
+
+def test_only_what_a_reader_must_know_is_named_and_little_is_stored(tmp_path: Path) -> None:
+    layers = (torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)) for _ in range(50))
+    asyncckpt.save(tmp_path / "usual", {"model": torch.nn.Sequential(*layers)})
+    requires, stored = manifest_of(tmp_path / "usual")
+    assert "modules" not in requires
+    assert len(stored) < 50 * 20
+    asyncckpt.save(tmp_path / "own", {"model": net()})
+    assert "modules" in manifest_of(tmp_path / "own")[0]
+    asyncckpt.save(tmp_path / "none", {"model": {"w": torch.ones(1)}})
+    assert manifest_of(tmp_path / "none") == ([], "null")

@@ -1,0 +1,170 @@
+"""Wrappers inside of a module are no part of names, on either side, nor in checkpoints that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpointed
+
+import asyncckpt
+from asyncckpt.native import torch_calls
+from asyncckpt.plan.kept_walk import KeptWalk
+from tests.end_to_end.test_module_versions import Doubles
+
+
+def compiled(module: torch.nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def parallel(module: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.DataParallel(module)
+
+
+class Block(torch.nn.Module):
+    """Has an extra state, a version, a list of modules, and one under the name of a wrapper's."""
+
+    _version = 3
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), Doubles(fill)])
+        self.module = torch.nn.BatchNorm1d(2)
+        self.note = fill
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note, "seen": torch.full((2,), self.note)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+def net(fill: float, wrap: Callable[[Any], Any] = lambda module: module) -> torch.nn.Module:
+    inner = torch.nn.Sequential(Block(fill), torch.nn.ReLU())
+    with torch.no_grad():
+        for tensor in (*inner.parameters(), *inner.buffers()):
+            tensor.fill_(fill)
+    inner[0].layers[0], inner[0].module = wrap(inner[0].layers[0]), wrap(inner[0].module)
+    return torch.nn.Sequential(wrap(inner), wrap(torch.nn.Linear(2, 1)).requires_grad_(False).float())
+
+
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda module: module,
+    "compiled": compiled,
+    "checkpointed": checkpointed,
+    "parallel": parallel,
+    "compiled in checkpointed": lambda module: checkpointed(compiled(module)),
+    "checkpointed in compiled": lambda module: compiled(checkpointed(module)),
+    "all": lambda module: parallel(compiled(checkpointed(module))),
+}
+
+
+def values(model: Any) -> Iterator[Any]:
+    state = asyncckpt.plan.state.flatten({"model": model})
+    yield from (tensor.tolist() for tensor in state.tensors)
+    yield from state.values
+
+
+PAIRS = [(one, other) for at, one in enumerate(WRAPS) for other in ("bare", one, list(WRAPS)[at - 1])]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), sorted({*PAIRS, *((other, one) for one, other in PAIRS)}))
+def test_a_module_with_wrapped_parts_has_the_names_of_the_bare_one(tmp_path: Path, saved: str, loaded: str) -> None:
+    source, bare = net(3.0, WRAPS[saved]), net(3.0)
+    with asyncckpt.Saver(path=tmp_path / "d", tensors={"model": source}) as saver:
+        for step in range(2):
+            saver.save(step)
+    for step in range(2):
+        found = asyncckpt.load(tmp_path / "d", step)["model"]
+        assert list(found) == list(bare.state_dict())
+        bare.load_state_dict(found)
+    target = net(0.0, WRAPS[loaded])
+    report = asyncckpt.Loader(tmp_path / "d", tensors={"model": target}).load()
+    assert (report.missing, report.unexpected) == ((), ())
+    assert list(values(target)) == list(values(source)) == list(values(bare))
+    versions = {local["version"] for module in target.modules() for local in getattr(module, "seen", ())}
+    assert versions == {2}
+
+
+def test_the_walk_of_a_module_with_compiled_parts_is_kept() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 1)))
+    model[0], model[1][0] = compiled(model[0]), parallel(model[1][0])
+    walk = KeptWalk()
+    for count in range(3):
+        (node,) = walk.flatten({"model": model}).tree[2]
+        assert node[1][1] == ("0.weight", "0.bias", "1.0.weight", "1.0.bias")
+        assert walk.followed_count == count or not torch_calls.CAN_READ
+
+
+def old_state(model: torch.nn.Module) -> dict[str, Any]:
+    """What a version that knew no wrappers inside of modules has stored."""
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("loaded", ["bare", "same"])
+@pytest.mark.parametrize("name", ["compiled", "compiled in checkpointed", "checkpointed in compiled"])
+def test_checkpoints_with_names_of_wrappers_load(tmp_path: Path, name: str, loaded: str) -> None:
+    source = net(3.0, WRAPS[name])
+    stored = old_state(source)
+    assert any("_orig_mod" in key for key in stored)
+    asyncckpt.save(tmp_path / "d", {"model": stored})
+    target = net(0.0, WRAPS["bare" if loaded == "bare" else name])
+    report = asyncckpt.Loader(tmp_path / "d", tensors={"model": target}).load()
+    assert (report.missing, report.unexpected) == ((), ())
+    assert list(values(target)) == list(values(source))
+
+
+@pytest.mark.parametrize("name", ["parallel", "all"])
+def test_names_with_module_in_them_load_into_a_module_that_is_wrapped_there(tmp_path: Path, name: str) -> None:
+    """Into no other one: a module may be called so."""
+    source = net(3.0, WRAPS[name])
+    asyncckpt.save(tmp_path / "d", {"model": old_state(source)})
+    target = net(0.0, WRAPS[name])
+    asyncckpt.Loader(tmp_path / "d", tensors={"model": target}).load()
+    assert list(values(target)) == list(values(source))
+    with pytest.raises(asyncckpt.IncompatibleError, match="differ only in 'module"):
+        asyncckpt.Loader(tmp_path / "d", tensors={"model": net(0.0)}).load()
+
+
+def test_of_two_that_would_be_one_neither_is_taken(tmp_path: Path) -> None:
+    names = ["_orig_mod.weight", "_checkpoint_wrapped_module.weight", "bias"]
+    asyncckpt.save(tmp_path / "d", {"model": {name: torch.ones(2) for name in names}})
+    target = torch.nn.LayerNorm(2)
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"'model\.weight' is missing"):
+        asyncckpt.Loader(tmp_path / "d", tensors={"model": target}).load()
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(compiled(torch.nn.Linear(1, 1)))
+    model[0]._parameters["weight"] = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(asyncckpt.UsageError, match=r"are '0\.weight' without wrappers"):
+        asyncckpt.save(tmp_path / "d", {"model": model})
+
+
+def test_an_averaged_model_stays_as_it_is(tmp_path: Path) -> None:
+    model = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+    asyncckpt.save(tmp_path / "d", {"model": torch.nn.Sequential(model)})
+    assert list(asyncckpt.load(tmp_path / "d")["model"]) == ["0.n_averaged", "0.module.weight", "0.module.bias"]
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_tables_inside_of_wrapped_parts_have_the_names_of_bare_ones(tmp_path: Path, name: str) -> None:
+    def model() -> Any:
+        inner = torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1))
+        return torch.nn.Sequential(WRAPS[name](inner))
+
+    source, target = model(), model()
+    tables = [
+        next(part for part in of.modules() if isinstance(part, asyncckpt.nn.HashEmbedding)) for of in (source, target)
+    ]
+    tables[0](torch.arange(5))
+    with asyncckpt.Checkpointer(tmp_path / "d", every=1, model=source) as ckpt:
+        ckpt.step(0)
+    bare = torch.nn.Sequential(torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1)))
+    for into, table in ((target, tables[1]), (bare, bare[0][0])):
+        with asyncckpt.Checkpointer(tmp_path / "d", every=9, model=into) as ckpt:
+            ckpt.restore()
+        assert sorted(table.table.ids().tolist()) == list(range(5))
