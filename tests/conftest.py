@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -173,6 +173,15 @@ def forbid_own_waits() -> None:
     from asyncckpt.pipeline.threads import IdleEndingThreads  # Here, for what is collected may set the environment.
 
     IdleEndingThreads.forbids_own_waits = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def refused_loads_change_nothing() -> Iterator[None]:
+    """Every load of the suite that is refused leaves its targets as they were."""
+    from tests.untouched import looked_at
+
+    with looked_at():
+        yield
 
 
 @pytest.fixture

@@ -12,14 +12,25 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import Chain, Manifest, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import MAPPINGS, VALUE, Node, Path, descend, leaves, path_name, tensor_paths, unique_names
+from asyncckpt.format.tree import (
+    MAPPINGS,
+    VALUE,
+    Node,
+    Path,
+    descend,
+    leaves,
+    object_paths,
+    path_name,
+    tensor_paths,
+    unique_names,
+)
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.sharing import SharedView
 from asyncckpt.model.table import Role
@@ -47,6 +58,7 @@ class Contents:
     sure_paths   those that any reader's state has: of the own rank, or those that all ranks have
     unreadable   names of tensors whose dtype this version does not know, and the dtype
     shared       of memory that several tensors lie in: its bytes, and by path where in it they are
+    classes      names of those of the objects at these paths, as far as they are known
     """
 
     dense: Mapping[str, StoredDense]
@@ -57,6 +69,7 @@ class Contents:
     tree: Node
     unreadable: Mapping[str, str]
     shared: tuple[tuple[int, Mapping[Path, SharedView]], ...] = ()
+    classes: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
 
     def has(self, path: Path) -> bool:
         """Return whether something was saved at a path, be it an empty object."""
@@ -113,6 +126,7 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
         tree=tree,
         unreadable=unreadable,
         shared=tuple(_shared(parts)),
+        classes=_classes(parts),
     )
 
 
@@ -189,6 +203,11 @@ def _shared(parts: Sequence[RankPart]) -> Iterator[tuple[int, Mapping[Path, Shar
             if seen.isdisjoint(views):
                 seen.update(views)
                 yield memory.bytes, views
+
+
+def _classes(parts: Sequence[RankPart]) -> dict[Path, tuple[str, ...]]:
+    named = [part for part in reversed(parts) if part.classes]
+    return {path: names for part in named for path, names in zip(object_paths(part.tree), part.classes, strict=True)}
 
 
 def joined_tree(trees: Sequence[Node]) -> Node:

@@ -23,6 +23,7 @@ from asyncckpt.commit.discover import committed_steps, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.commit.verified import mark_verified
 from asyncckpt.devices.current_runtime import check_not_capturing
+from asyncckpt.engine.load.load_object import load_object
 from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
@@ -52,6 +53,7 @@ class LoadRequest:
 
     whole: load everything into targets that are made for it, and no other ones.
     puts_values: plain values are put into the mappings and lists of the state.
+    before_fill: called right before the first target is touched.
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -68,6 +70,7 @@ class LoadRequest:
     ranks_count: int = 1
     whole: WholeRequest | None = None
     puts_values: bool = False
+    before_fill: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,7 @@ def load_open(
             numbers = range(len(chain.blocks)) if is_alone else sorted(set(plan.wanted_blocks(chain)))
             verify_blocks(reader, numbers, bytes_total=chain.bytes_total)
         bytes_before = reader.bytes_read
+        request.before_fill()
         rebuilt, rows = fill(plan, reader, clear=not request.merge, on_read=on_read)
         bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
@@ -248,10 +252,11 @@ def fill(
 
 def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPath, Any]) -> None:
     """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt."""
+    cast = frozenset(plan.cast_memory())
     for item in plan.objects:
         state = _module_state(item, rebuilt, contents) if item.is_module else _stored(item.path, rebuilt, contents)
         try:
-            item.owner.load_state_dict(state)
+            load_object(item.owner, state, cast=cast)
         except CheckpointError:
             raise
         except Exception as error:
@@ -266,7 +271,8 @@ def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Cont
     is new has others, and none of what came in training.
     """
     values = [contents.values.get(path, own) for path, own in item.values.items()]
-    state = rebuild(item.tree, iter(item.tensors.values()), iter(values))
+    own_tensors = (rebuilt.get(path, own) for path, own in item.tensors.items())
+    state = rebuild(item.tree, own_tensors, iter(values))
     for key in filter(is_extra_state, state):
         path = (*item.path, key)
         node = descend(contents.tree, path)
