@@ -104,6 +104,7 @@ def _bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         own = value.detach()
         own = (own.to_local() if hasattr(own, "to_local") else own).resolve_conj().resolve_neg().contiguous()
+        own = own.clone()  # What has been an array of NumPy cannot be resized any more.
         return own.dtype, tuple(own.shape), own.view(-1).view(torch.uint8).numpy().tobytes() if own.numel() else b""
     return [_bits(item) for item in value] if isinstance(value, list) else repr(value)
 
