@@ -115,11 +115,11 @@ class Moody:
             raise ValueError("not today")
 
 
-def half_loaded(path: Path) -> tuple[torch.Tensor, Moody, asyncckpt.Checkpointer]:
+def half_loaded(path: Path, on_error: Any = "raise") -> tuple[torch.Tensor, Moody, asyncckpt.Checkpointer]:
     """A Checkpointer whose restore has filled x, and then failed."""
     asyncckpt.save(path, {"x": torch.ones(2), "moody": Moody()}, 5, durability="none")
     x, moody = torch.zeros(2), Moody()
-    ckpt = asyncckpt.Checkpointer(path, every=1, x=x, moody=moody)
+    ckpt = asyncckpt.Checkpointer(path, every=1, on_error=on_error, x=x, moody=moody)
     moody.refuses = True
     with pytest.raises(IncompatibleError, match=r"not today.*filled already"):
         ckpt.restore()
@@ -127,11 +127,14 @@ def half_loaded(path: Path) -> tuple[torch.Tensor, Moody, asyncckpt.Checkpointer
     return x, moody, ckpt
 
 
-def test_nothing_is_saved_after_a_load_that_failed_half_way(tmp_path: Path) -> None:
-    _, _, ckpt = half_loaded(tmp_path)
-    for save in (lambda: ckpt.step(6), lambda: ckpt.save_now(6), ckpt.close):
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_nothing_is_saved_after_a_load_that_failed_half_way(tmp_path: Path, on_error: str) -> None:
+    _, _, ckpt = half_loaded(tmp_path, on_error)
+    for save in (lambda: ckpt.step(6), lambda: ckpt.save_now(6)):
         with pytest.raises(UsageError, match=r"loading step 5 has failed .* \(restore\(\) a step; or .*begin_anew"):
             save()
+    with pytest.raises(UsageError) if on_error == "raise" else pytest.warns(RuntimeWarning, match="loading step 5"):
+        ckpt.close()
     assert asyncckpt.list_steps(tmp_path) == [5]
 
 
