@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncckpt import errors
 from asyncckpt.embcache import load_ranks
 from asyncckpt.engine.follow import table_update
 from asyncckpt.engine.load import run_load
@@ -159,6 +160,7 @@ def looked_at() -> Iterator[None]:
     import asyncckpt.loader
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(errors, "_OUR_FRAMES", (*errors._OUR_FRAMES, __file__))  # No caller that a warning names.
         for module in (run_load, recis_loader, table_update, load_ranks):
             patch.setattr(module, "make_load_plan", _taking(module.make_load_plan))
         for module in (run_load, recis_loader, table_update):

@@ -86,6 +86,16 @@ class LoadPlan:
     apart: tuple[Apart, ...] = ()
     is_empty: bool = False
 
+    def of_apart(self) -> LoadPlan:
+        """Return the plan of what goes into memory of its own first."""
+        reads = {id(item.read) for item in self.apart}
+        return replace(self, dense=tuple(load for load in self.dense if id(load.target) in reads), tables=())
+
+    def without_apart(self) -> LoadPlan:
+        """Return the plan of all but that."""
+        reads = {id(item.read) for item in self.apart}
+        return replace(self, dense=tuple(load for load in self.dense if id(load.target) not in reads))
+
     def cast_memory(self) -> Iterator[object]:
         """Return where tensors are that get another dtype than was stored, see `memory_of`."""
         for load in self.dense:

@@ -180,8 +180,7 @@ def load_open(
             numbers = range(len(chain.blocks)) if is_alone else sorted(set(plan.wanted_blocks(chain)))
             verify_blocks(reader, numbers, bytes_total=chain.bytes_total)
         bytes_before = reader.bytes_read
-        request.before_fill()
-        rebuilt, rows = fill(plan, reader, clear=not request.merge, on_read=on_read)
+        rebuilt, rows = fill(plan, reader, clear=not request.merge, before_fill=request.before_fill, on_read=on_read)
         bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
@@ -226,7 +225,12 @@ def with_scalars(report: LoadReport, targets: DenseTargets) -> LoadReport:
 
 
 def fill(
-    plan: LoadPlan, reader: ChainReader, *, clear: bool, on_read: Callable[[], bool] = lambda: True
+    plan: LoadPlan,
+    reader: ChainReader,
+    *,
+    clear: bool,
+    before_fill: Callable[[], object] = lambda: None,
+    on_read: Callable[[], bool] = lambda: True,
 ) -> tuple[dict[LeafPath, Any], dict[str, int]]:
     """Fill all targets of a plan and end the loads of its tables; return as `restore`, and rows loaded per table.
 
@@ -236,8 +240,11 @@ def fill(
     opened = OpenLoads()
     try:
         with torch.no_grad():
-            rebuilt = restore(plan, reader, clear=clear, opened=opened)
+            # What overlaps goes first, for only its bytes tell whether it can be loaded.
+            ahead = restore(plan.of_apart(), reader, clear=clear, opened=opened) if plan.apart else {}
             put_in_place(plan.apart)
+            before_fill()
+            rebuilt = ahead | restore(plan.without_apart(), reader, clear=clear, opened=opened)
         if not on_read():
             raise SaveCancelledError("the load was cancelled")
     except BaseException:
