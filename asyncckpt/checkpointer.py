@@ -77,8 +77,7 @@ class Checkpointer:
 
     Used by one thread; on the main thread it takes SIGTERM from the beginning of the `with` block, or from the first
     step on; of several ranks from here on. Without a `with` block, it is closed by `close`, by another Checkpointer of
-    the same directory, or when the interpreter ends. Ranks are those of torch.distributed, unless options say
-    otherwise.
+    the same directory, or when the interpreter ends. Ranks are torch.distributed's, unless options say otherwise.
     """
 
     def __init__(
@@ -169,7 +168,8 @@ class Checkpointer:
         To go back, name the step: what was saved after it is discarded, durably, when the step is loaded, so that the
         directory tells one history. UsageError, with nothing changed, where that would be needed and discard_newer does
         not say so, or a newer step is pinned. Every rank calls it, with the same arguments. Waits for saves in flight.
-        Raises as Loader.load does; then the state may be that of no step, so it is not saved at the end.
+        Raises as Loader.load does, and then the last step is not saved at the end. If parts of the state were filled,
+        all saves raise until a `restore` succeeds or `begin_anew` is called.
         """
         self._check_open()
         with self._together.restoring():
@@ -214,6 +214,10 @@ class Checkpointer:
         self._termination.leave()
         return None
 
+    def begin_anew(self) -> None:
+        """Say, on every rank, that training begins anew with a new state, after a `restore` that failed half-way."""
+        self._saver._target.memory.half_loaded = None
+
     def save_now(self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None) -> SaveResult:
         """Save the state as it is now, and return when the checkpoint is durable: see PeriodicSaver.save_now."""
         self._check_open()
@@ -250,8 +254,7 @@ class Checkpointer:
 
     def _error_since(self) -> BaseException | None:
         """Return what was raised behind the last step, as far as can be seen outside of a `with` block."""
-        new = [error for error in _errors_raised() if all(error is not old for old in self._errors_before)]
-        return new[0] if new else None
+        return next((new for new in _errors_raised() if all(new is not old for old in self._errors_before)), None)
 
     def _finish(self, error: BaseException | None) -> None:
         if self._closed or self._pid != os.getpid():
@@ -275,6 +278,7 @@ class Checkpointer:
         self._periodic._forget_last()
         try:
             report = self._together.all_done(lambda: self._load(step, url or self.path))
+            self._saver._target.memory.half_loaded = None
         except CorruptError:
             older = [other for other in committed_steps(self._saver._target.root) if other < step]
             if older and self._saver._target.rank == 0:
@@ -285,7 +289,13 @@ class Checkpointer:
         if discard_newer:
             self._together.all_done(lambda: go_back(self._saver._target, step))
         self._report, self._last_step = report, step
-        self._warn_if_half_way(report)
+        if report.metadata.get(HALF_WAY):
+            by = report.metadata.get(INTERRUPTED, "the end of the program")
+            warn(
+                f"asyncckpt: step {report.step} was saved after {by} in the middle of the next step, of which the "
+                "state may hold a part; restore(an earlier step, discard_newer=True) goes back",
+                RuntimeWarning,
+            )
 
     def _load(self, step: int, path: str) -> LoadReport:
         target = self._saver._target
@@ -297,17 +307,9 @@ class Checkpointer:
             rank=target.rank,
             ranks_count=self._saver.ranks_count,
             puts_values=True,
+            before_fill=lambda: setattr(target.memory, "half_loaded", step),
         )
         return load_now(check_place(path), request, BusyPolicy("wait"))
-
-    def _warn_if_half_way(self, report: LoadReport) -> None:
-        if report.metadata.get(HALF_WAY):
-            by = report.metadata.get(INTERRUPTED, "the end of the program")
-            warn(
-                f"asyncckpt: step {report.step} was saved after {by} in the middle of the next step, of which the "
-                "state may hold a part; restore(an earlier step, discard_newer=True) goes back",
-                RuntimeWarning,
-            )
 
     def _check_ascends(self, step: int) -> None:
         """Refuse at once what would be refused, or become a second history, in the middle of training."""

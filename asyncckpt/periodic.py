@@ -121,6 +121,8 @@ class PeriodicSaver:
         self._note_end(step, metadata)
         is_due = self._is_due(step) if save is None else save
         try:
+            if is_due:  # Whatever becomes of errors of saves: this one would not be of any step.
+                self._saver._target.memory.check_whole()
             self._collect()
             if save:  # Saves that were queued are more than the one that was looked at.
                 for error in self._errors_so_far():

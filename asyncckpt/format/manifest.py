@@ -181,7 +181,8 @@ class RankPart:
     """What one rank has contributed: its tables, its state's tree and plain values, and the blocks that it has written.
 
     A leaf of the tree without a block is tied to another one, or was written by another rank, if not left out. `leaf`
-    of a block numbers the leaves of this tree, file_index the files of all ranks.
+    of a block numbers the leaves of this tree, file_index the files of all ranks. classes: names of those of the tree's
+    objects, one item for each; empty where they are not known.
     """
 
     rank: int
@@ -190,6 +191,7 @@ class RankPart:
     values: tuple[Json, ...]
     blocks: tuple[BlockFacts, ...]
     sharing: Sharing = NOTHING_SHARED
+    classes: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

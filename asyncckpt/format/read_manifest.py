@@ -32,7 +32,7 @@ from asyncckpt.format.modules import with_modules
 from asyncckpt.format.read_head import check_features, open_manifest, rank_fields
 from asyncckpt.format.sharing import decode_sharing
 from asyncckpt.format.strict_json import Fields
-from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves, tensor_paths
+from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves, object_paths, tensor_paths
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, PlacedBlock, TableFacts
 from asyncckpt.model.leaf import DIGEST_BYTES, leaves_count
 from asyncckpt.model.table import Role
@@ -105,7 +105,20 @@ def decode_part(
         values=tuple(fields.items("values", count_max=limits.VALUES_MAX)),
         blocks=tuple(_block(item, files, first_file=first_file) for item in blocks),
         sharing=decode_sharing(fields, leaves_count=len(tensor_paths(tree))),
+        classes=_classes(fields, objects_count=sum(1 for _ in object_paths(tree))),
     )
+
+
+def _classes(fields: Fields, *, objects_count: int) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the classes of every object in the tree; empty where they were not stored."""
+    if fields.absent("classes"):
+        return ()
+    items = fields.items("classes", count_max=limits.VALUES_MAX)
+    if len(items) != objects_count or not all(type(names) is list for names in items):
+        raise fields.wrong("classes", f"an array of names for each of {objects_count} objects")
+    if not all(type(name) is str for names in items if isinstance(names, list) for name in names):
+        raise fields.wrong("classes", "arrays of strings")
+    return tuple(tuple(map(str, names)) for names in items if isinstance(names, list))
 
 
 def _table(fields: Fields, *, kind: str) -> TableFacts:

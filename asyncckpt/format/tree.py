@@ -61,6 +61,19 @@ def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from leaves(child, (*prefix, ("int", index)))
 
 
+def object_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
+    """Return the paths of all objects with a state_dict(), also of those inside of others, in depth-first order."""
+    if node[0] == "state":
+        yield prefix
+        yield from object_paths(node[1], prefix)
+    elif len(node) > 1:
+        is_dict = node[0] in MAPPINGS
+        keys = node[1] if is_dict else [("int", index) for index in range(len(node[1]))]
+        for key, child in zip(keys, node[2] if is_dict else node[1], strict=True):
+            if len(child) > 1:
+                yield from object_paths(child, (*prefix, key))
+
+
 def empty_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
     """Return the paths of containers without anything in them, but for those inside of objects."""
     if len(node) == 1 or node[0] == "state":

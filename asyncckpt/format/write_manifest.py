@@ -67,10 +67,13 @@ def render_body(
     *,
     filtered: Collection[int] = (),
     sharing: Sharing = NOTHING_SHARED,
+    classes: Sequence[Sequence[str]] = (),
 ) -> BodyTemplate:
     """Render the part of a manifest that only a change of the plan changes. `filtered`: numbers of replaced blocks."""
-    text = b',"tree":%s%s%s,"blocks":[]' % (dumps(encode_tree(tree)), encode_modules(tree), encode_sharing(sharing))
+    named = b',"classes":%s' % dumps([list(names) for names in classes]) if any(classes) else b""
+    parts = dumps(encode_tree(tree)), named, encode_modules(tree), encode_sharing(sharing)
     features = features_of_tree(tree) | features_of_sharing(sharing)
+    text = b',"tree":%s%s%s%s,"blocks":[]' % parts
     empty = BodyTemplate(text=text, holes=np.empty(0, dtype=np.int64), features=features)
     return extend_body(empty, tables, blocks, filtered=filtered)
 

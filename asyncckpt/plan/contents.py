@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from asyncckpt.format.tree import (
     leaves,
     mapping_node,
     module_metadata,
+    object_paths,
     path_name,
     tensor_paths,
     unique_names,
@@ -59,6 +60,7 @@ class Contents:
     sure_paths   those that any reader's state has: of the own rank, or those that all ranks have
     unreadable   names of tensors whose dtype this version does not know, and the dtype
     shared       of memory that several tensors lie in: its bytes, and by path where in it they are
+    classes      names of those of the objects at these paths, as far as they are known
     """
 
     dense: Mapping[str, StoredDense]
@@ -69,6 +71,7 @@ class Contents:
     tree: Node
     unreadable: Mapping[str, str]
     shared: tuple[tuple[int, Mapping[Path, SharedView]], ...] = ()
+    classes: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
 
     def has(self, path: Path) -> bool:
         """Return whether something was saved at a path, be it an empty object."""
@@ -125,6 +128,7 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
         tree=tree,
         unreadable=unreadable,
         shared=tuple(_shared(parts)),
+        classes=_classes(parts),
     )
 
 
@@ -201,6 +205,11 @@ def _shared(parts: Sequence[RankPart]) -> Iterator[tuple[int, Mapping[Path, Shar
             if seen.isdisjoint(views):
                 seen.update(views)
                 yield memory.bytes, views
+
+
+def _classes(parts: Sequence[RankPart]) -> dict[Path, tuple[str, ...]]:
+    named = [part for part in reversed(parts) if part.classes]
+    return {path: names for part in named for path, names in zip(object_paths(part.tree), part.classes, strict=True)}
 
 
 def joined_tree(trees: Sequence[Node]) -> Node:

@@ -24,8 +24,10 @@ from asyncckpt.model.table_shard import Shard, may_share_ids
 from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_info import LoadFilter, Loads, Offer
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, other_groups, overlap, owner_of
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
+from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
+from asyncckpt.plan.resizing_modules import ResizingModules
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
 PROBLEMS_SHOWN_MAX = 20
@@ -83,6 +85,23 @@ class LoadPlan:
     info: Loads
     apart: tuple[Apart, ...] = ()
     is_empty: bool = False
+
+    def of_apart(self) -> LoadPlan:
+        """Return the plan of what goes into memory of its own first."""
+        reads = {id(item.read) for item in self.apart}
+        return replace(self, dense=tuple(load for load in self.dense if id(load.target) in reads), tables=())
+
+    def without_apart(self) -> LoadPlan:
+        """Return the plan of all but that."""
+        reads = {id(item.read) for item in self.apart}
+        return replace(self, dense=tuple(load for load in self.dense if id(load.target) not in reads))
+
+    def cast_memory(self) -> Iterator[object]:
+        """Return where tensors are that get another dtype than was stored, see `memory_of`."""
+        for load in self.dense:
+            stored = dtype_by_name(load.source.dtype, owner=load.source.name).dtype
+            if load.target is not None and load.target.pieces and load.target.dtype is not stored:
+                yield memory_of(load.target.pieces[0].tensor)
 
     def wanted_blocks(self, chain: Chain) -> Iterator[int]:
         """Return the numbers of the blocks that may have to be read."""
@@ -153,7 +172,7 @@ def make_load_plan(
         dense=chosen,
         tables=tuple(planned),
         objects=objects,
-        missing=tuple(missing),
+        missing=(*missing, *match.absent),
         unexpected=tuple(unexpected),
         info=answer,
         apart=apart,
@@ -165,16 +184,19 @@ def make_load_plan(
 
 
 class _Match:
-    """The loads of destinations from sources of a checkpoint; `problems` lists what does not fit.
+    """The loads of destinations from sources of a checkpoint; `problems` lists what does not fit, `absent` names the
+    columns that stay as they are filled for new rows.
 
     could_be_cast: whether `cast` would make something fit.
     """
 
     def __init__(self, chain: Chain, contents: Contents, targets: DenseTargets, strict: bool, cast: bool) -> None:
         self.problems: list[str] = []
+        self.absent: dict[str, None] = {}
         self.could_be_cast = False
         self._chain, self._contents, self._targets, self._strict, self._cast = chain, contents, targets, strict, cast
         objects = [item for item in targets.rebuilt if not item.is_module]
+        self._resizing = ResizingModules(contents)
         self._builders = {item.path: ObjectLeaves(item, contents.values) for item in objects}
 
     def dense(self, name: str, target: InPlace | None, sources: dict[str, list[str]]) -> Iterator[DenseLoad]:
@@ -194,12 +216,24 @@ class _Match:
             return
         self._check_dtype(repr(name), target.dtype, dtype_by_name(stored.dtype, owner=source).dtype)
         if target.whole_shape != stored.shape:
+            if self._is_resized(target, stored):
+                yield DenseLoad(target=None, source=stored)
+                return
             self.problems.append(f"{name!r} has shape {target.whole_shape}, the checkpoint {stored.shape}")
         yield DenseLoad(target=target, source=stored)
+
+    def _is_resized(self, target: InPlace, stored: StoredDense) -> bool:
+        owner = self._targets.owner_of(target.path)
+        if owner is None or not owner.is_module or target.path != stored.path:
+            return False
+        return self._resizing.takes(owner, stored)
 
     def objects(self, dense: Sequence[DenseLoad]) -> tuple[Rebuilt, ...]:
         """Return the objects whose tensors are all loaded. One with none of them loaded is left alone."""
         loaded = {load.source.path for load in dense if load.is_for_object}
+        has_optimizers = any(isinstance(item.owner, torch.optim.Optimizer) for item in self._targets.rebuilt)
+        names = dict(_parameter_names(dense, self._targets)) if has_optimizers else {}
+        checks = ObjectChecks(self._contents, names)
         wanted: dict[Path, list[Path]] = defaultdict(list)
         for path in self._contents.leaf_paths:
             owner = self._targets.owner_of(path)
@@ -212,8 +246,7 @@ class _Match:
             left_out = [path for path in wanted[item.path] if path not in loaded]
             if item.is_module or not left_out:
                 chosen.append(item)
-                if (problem := other_groups(item, self._contents.tree)) is not None:
-                    self.problems.append(problem)
+                self.problems += checks.problems(item) if self._contents.has(item.path) else []
             elif len(left_out) < len(wanted[item.path]):
                 name = path_name(left_out[0])
                 self.problems.append(f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out")
@@ -240,6 +273,7 @@ class _Match:
             absent = [c.name for c in schema.columns if c.name not in {*stored.columns, *columns}]
             if self._strict and absent:
                 self.problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
+            self.absent |= dict.fromkeys(f"{name}@{column}" for column in absent)
         return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
 
     def _check_column(self, table: str, column: str, stored: StoredTable, wanted: Column | None) -> None:
@@ -272,6 +306,14 @@ class _Match:
             spec = self._chain.blocks[number].placed.spec
             if spec.encoding:
                 check_encoding(spec)
+
+
+def _parameter_names(dense: Sequence[DenseLoad], targets: DenseTargets) -> Iterator[tuple[object, str]]:
+    """Return where the tensors of modules are, each with its key in the stored state dict of its module."""
+    for load in dense:
+        owner = None if load.target is None else targets.owner_of(load.target.path)
+        if load.target is not None and load.target.pieces and owner is not None and owner.is_module:
+            yield memory_of(load.target.pieces[0].tensor), path_name(load.source.path[len(owner.path) :])
 
 
 def _is_renamed(item: Rebuilt, dense: Sequence[DenseLoad]) -> bool:

@@ -314,30 +314,6 @@ def _parameters(item: Rebuilt, values: Mapping[Path, Any]) -> Iterator[tuple[Key
             yield (number if isinstance(number, str) else (type(number).__name__, number)), parameter
 
 
-def other_groups(item: Rebuilt, stored: Node) -> str | None:
-    """Return in what the groups of a torch optimizer differ from the stored ones, so that it would refuse them.
-
-    stored: the tree of the checkpoint. None: in nothing, or nobody but the optimizer can tell.
-    """
-    own, base = item.owner, torch.optim.Optimizer
-    if not isinstance(own, base) or type(own).load_state_dict is not base.load_state_dict:
-        return None
-    groups = descend(stored, (*item.path, "param_groups"))
-    if own._optimizer_load_state_dict_pre_hooks or groups is None or groups[0] != "list":
-        return None
-    params = [descend(group, ("params",)) for group in groups[1]]
-    if any(node is not None and len(node) == 1 for node in params):
-        return (
-            f"{path_name(item.path)!r} was saved by DCP as an optimizer's own state dict, with text for the numbers of "
-            "parameters: get it by asyncckpt.load, make the keys of its 'state' int, and call load_state_dict"
-        )
-    found = [0 if node is None else len(node[1]) for node in params]
-    sizes = [len(group["params"]) for group in own.param_groups]
-    if found == sizes:
-        return None
-    return f"{path_name(item.path)!r} has groups of {sizes} parameters, the checkpoint {found}"
-
-
 def _stored_list(item: Rebuilt, group: int, values: Mapping[Path, Any]) -> Iterator[Any]:
     """Return the numbers of the parameters of a stored group."""
     for index in itertools.count():

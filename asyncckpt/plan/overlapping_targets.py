@@ -51,16 +51,21 @@ class Apart:
 
 
 def put_in_place(apart: Sequence[Apart]) -> None:
-    """Fill targets that overlap, now that all is read. IncompatibleError for what they cannot all hold."""
-    for item in apart:
-        for to, of in item.tensors:
-            to.copy_(of)
+    """Fill targets that overlap, now that they are read. IncompatibleError, with nothing changed, for what they cannot
+    all hold.
+    """
+    pairs = [pair for item in apart for pair in item.tensors]
+    before = [to.clone() for to, _ in pairs]
+    for to, of in pairs:
+        to.copy_(of)
     undone = [item.target.name for item in apart if not all(same_bits(to, of) for to, of in item.tensors)]
     if undone:
+        for (to, _), own in zip(pairs, before, strict=True):
+            to.copy_(own)
         raise IncompatibleError(
             "targets overlap in memory, and the checkpoint has other values for each",
             found=undone,
-            hint="load them one after the other; targets may hold parts of this step now",
+            hint="nothing was changed; load them one after the other",
         )
 
 

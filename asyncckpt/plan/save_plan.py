@@ -24,6 +24,7 @@ from asyncckpt.format.coverage import covers
 from asyncckpt.format.tree import VALUE, Node, leaves, path_name, tensor_names
 from asyncckpt.format.write_manifest import BodyTemplate, render_body
 from asyncckpt.model.block import BlockSpec, TableFacts
+from asyncckpt.model.object_classes import class_names
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 from asyncckpt.model.table import DeferredCut, Table, TableCut, TableSchema, can_be_deferred, owns_ids
 from asyncckpt.model.table_shard import Shard
@@ -56,7 +57,7 @@ class CutTable:
 class SavePlan:
     """Blocks in manifest order with their image, and what of the live state fills each one.
 
-    sharing: tied leaves have no blocks.
+    sharing: tied leaves have no blocks. classes: names of those of the tree's objects, one item for each.
     columns: the first blocks of the image, by number: (table number, column name). pieces: the other ones, dense, as
     pieces of FlatState.held; ways: how these are copied; facts: theirs; memory: which of them share it, None where that
     does not matter. deferred: the blocks of these tables come behind those of the image; they are not captured but
@@ -67,6 +68,7 @@ class SavePlan:
     body: BodyTemplate
     tree: Node
     sharing: Sharing
+    classes: tuple[tuple[str, ...], ...]
     tables: tuple[TableFacts, ...]
     columns: Mapping[int, tuple[int, str]]
     pieces: TensorPieces
@@ -153,12 +155,13 @@ class PlanCache:
         devices = [str(item.cut.column(column.name).device) for item in planned for column in item.schema.columns]
         caches = [_cache_facts(item) for item in cuts if item.name in choice[0]]
         spread = [(number, leaf.whole_shape, leaf.begins, leaf.is_writer) for number, leaf in flat.sharded.items()]
-        key = (flat.tree, tables, others, devices, caches, spread, by_peers)
+        classes = tuple(class_names(owner) for _, owner in flat.stateful)
+        key = (flat.tree, classes, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
         if kept is None or key != kept.key or not kept.plan.fits(flat.held):
             if self._ranks_count == 1:
                 _check_all_here(flat)
-            plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares)
+            plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares, classes)
             self._kept[choice] = kept = _KeptPlan(key, plan)
             self.plans_made_count += 1
         return kept.plan
@@ -171,6 +174,7 @@ class PlanCache:
         in_regions: Collection[str],
         by_peers: frozenset[int],
         shares: bool,
+        classes: tuple[tuple[str, ...], ...],
     ) -> SavePlan:
         taken = [f"{item.name}@{column.name}" for item in cuts for column in item.schema.columns]
         names = tensor_names(flat.tree, tables=[*(item.name for item in cuts), *taken])
@@ -216,9 +220,10 @@ class PlanCache:
         ways = replace(ways, way=np.where(is_copied, ways.way, BY_TORCH), spans=np.where(is_copied, ways.spans, 0))
         return SavePlan(
             image=image,
-            body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks], sharing=sharing),
+            body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks], sharing=sharing, classes=classes),
             tree=flat.tree,
             sharing=sharing,
+            classes=classes,
             tables=facts,
             columns=columns,
             pieces=pieces,

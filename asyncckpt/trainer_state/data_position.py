@@ -92,31 +92,35 @@ class DataPosition:
 
         IncompatibleError, with nothing changed, when the data set has another number of samples.
         """
-        expected = ["epoch", "loader"] if self._sampler is None else sorted(_FIELDS)
-        if not state.keys() >= {*expected} or (self._sampler is not None and "loader" in state):
-            raise IncompatibleError(
-                "the saved position is that of another kind of loader", found=sorted(state), expected=expected
-            )
+        self._check_state(state)
         if self._sampler is None:
             self._loader.load_state_dict(from_plain(state["loader"]))
             self._is_resumed = True
         else:
-            self._load_into(self._sampler, state)
+            self._sampler.seed = state["seed"]
+            self._samples_consumed = state["samples_consumed"]
         self._epoch = int(state["epoch"])
         self._loads_count += 1
 
-    def _load_into(self, sampler: ResumableSampler, state: Mapping[str, Any]) -> None:
+    def _check_state(self, state: Any) -> None:
+        expected = ["epoch", "loader"] if self._sampler is None else sorted(_FIELDS)
+        found = set(map(str, state)) if isinstance(state, Mapping) else set()
+        if not found >= {*expected} or (self._sampler is not None and "loader" in found):
+            raise IncompatibleError(
+                "the saved position is that of another kind of loader", found=sorted(found), expected=expected
+            )
+        if self._sampler is None:
+            from_plain(state["loader"])
+            return
         if any(type(state[name]) is not int for name in _FIELDS[:4]) or type(state["shuffle"]) is not bool:
             raise IncompatibleError("a saved position holds something else than numbers", found=dict(state))
         for name in ("samples_count", "shuffle"):
-            if state[name] != getattr(sampler, name):
+            if state[name] != getattr(self._sampler, name):
                 raise IncompatibleError(
                     f"the saved position is that of another order of samples: {name}",
                     found=state[name],
-                    expected=getattr(sampler, name),
+                    expected=getattr(self._sampler, name),
                 )
-        sampler.seed = state["seed"]
-        self._samples_consumed = state["samples_consumed"]
 
     def _new_iterator(self) -> Iterator[Any]:
         if self._sampler is None:

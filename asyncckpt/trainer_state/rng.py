@@ -65,6 +65,11 @@ class RngState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all states; IncompatibleError, with nothing changed, where one is missing or cannot be taken."""
+        for stream, value in self._check_state(state):
+            stream.write(value)
+
+    def _check_state(self, state: Any) -> list[tuple[Stream, Any]]:
+        """Return streams with the states that they get."""
         try:
             saved, named = dict(state["streams"]), dict(state["generators"])
             saved_rank = (state["rank"], state["ranks_count"])
@@ -87,10 +92,8 @@ class RngState:
         rank = own_rank(*self._given_rank)
         if saved_rank != rank:
             wanted = self._for_other_rank(wanted, streams, saved_rank=saved_rank, rank=rank)
-        for name, value in wanted.items():
-            streams[name].write(value)
-        for name, value in named.items():
-            self._named[name].write(value)
+        of_process = [(streams[name], value) for name, value in wanted.items()]
+        return of_process + [(self._named[name], value) for name, value in named.items()]
 
     def _for_other_rank(
         self,

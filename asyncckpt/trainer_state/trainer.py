@@ -37,10 +37,13 @@ class StepCounter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the step that was saved."""
-        value = state.get("step")
+        self._check_state(state)
+        self.value = state["step"]
+
+    def _check_state(self, state: Any) -> None:
+        value = state.get("step") if isinstance(state, Mapping) else None
         if type(value) is not int or value < 0:
             raise IncompatibleError("a saved step counter holds no step", found=value)
-        self.value = value
 
 
 class TrainerState:
@@ -76,9 +79,16 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load every part; IncompatibleError, with nothing changed, when the checkpoint has others."""
-        if state.keys() != self._parts.keys():
-            raise IncompatibleError(
-                "the saved state of the trainer has other parts", found=sorted(state), expected=sorted(self._parts)
-            )
+        self._check_state(state)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
+
+    def _check_state(self, state: Any) -> None:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state)
+        if not isinstance(state, Mapping) or state.keys() != self._parts.keys():
+            raise IncompatibleError(
+                "the saved state of the trainer has other parts", found=found, expected=sorted(self._parts)
+            )
+        for name, part in self._parts.items():
+            if hasattr(type(part), "_check_state"):
+                part._check_state(state[name])

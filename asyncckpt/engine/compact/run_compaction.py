@@ -131,7 +131,8 @@ def _write(
 
 def _body(part: FoldedPart, own: CopiedBlocks, reader: ChainReader) -> BodyTemplate:
     filtered = [number for number, copy in enumerate(part.copies) if reader.block(copy.number).filtered]
-    return render_body(part.tables, part.was.tree, own.blocks, filtered=filtered, sharing=part.was.sharing)
+    was = part.was
+    return render_body(part.tables, was.tree, own.blocks, filtered=filtered, sharing=was.sharing, classes=was.classes)
 
 
 def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:

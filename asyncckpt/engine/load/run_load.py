@@ -23,6 +23,7 @@ from asyncckpt.commit.discover import committed_steps, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.commit.verified import mark_verified
 from asyncckpt.devices.current_runtime import check_not_capturing
+from asyncckpt.engine.load.load_object import load_object
 from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
@@ -66,6 +67,7 @@ class LoadRequest:
 
     whole: load everything into targets that are made for it, and no other ones.
     puts_values: plain values are put into the mappings and lists of the state.
+    before_fill: called right before the first target is touched.
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class LoadRequest:
     ranks_count: int = 1
     whole: WholeRequest | None = None
     puts_values: bool = False
+    before_fill: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ def load_open(
             numbers = range(len(chain.blocks)) if is_alone else sorted(set(plan.wanted_blocks(chain)))
             verify_blocks(reader, numbers, bytes_total=chain.bytes_total)
         bytes_before = reader.bytes_read
-        rebuilt, rows = fill(plan, reader, clear=not request.merge, on_read=on_read)
+        rebuilt, rows = fill(plan, reader, clear=not request.merge, before_fill=request.before_fill, on_read=on_read)
         if not request.merge:
             empty_companions(plan.tables, plan)
         bytes_read = reader.bytes_read - bytes_before
@@ -240,7 +243,12 @@ def with_scalars(report: LoadReport, targets: DenseTargets) -> LoadReport:
 
 
 def fill(
-    plan: LoadPlan, reader: ChainReader, *, clear: bool, on_read: Callable[[], bool] = lambda: True
+    plan: LoadPlan,
+    reader: ChainReader,
+    *,
+    clear: bool,
+    before_fill: Callable[[], object] = lambda: None,
+    on_read: Callable[[], bool] = lambda: True,
 ) -> tuple[dict[LeafPath, Any], dict[str, int]]:
     """Fill all targets of a plan and end the loads of its tables; return as `restore`, and rows loaded per table.
 
@@ -250,8 +258,11 @@ def fill(
     opened = OpenLoads()
     try:
         with torch.no_grad():
-            rebuilt = restore(plan, reader, clear=clear, opened=opened)
+            # What overlaps goes first, for only its bytes tell whether it can be loaded.
+            ahead = restore(plan.of_apart(), reader, clear=clear, opened=opened) if plan.apart else {}
             put_in_place(plan.apart)
+            before_fill()
+            rebuilt = ahead | restore(plan.without_apart(), reader, clear=clear, opened=opened)
         if not on_read():
             raise SaveCancelledError("the load was cancelled")
     except BaseException:
@@ -276,12 +287,13 @@ def empty_companions(emptied: Iterable[TableLoadPlan], plan: LoadPlan) -> None:
 
 def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPath, Any]) -> None:
     """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt."""
+    cast = frozenset(plan.cast_memory())
     for item in plan.objects:
         state = _module_state(item, rebuilt, contents) if item.is_module else _stored(item.path, rebuilt, contents)
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
-                item.owner.load_state_dict(state)
+                load_object(item.owner, state, cast=cast)
         except CheckpointError:
             raise
         except Exception as error:
@@ -296,7 +308,8 @@ def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Cont
     is new has others, and none of what came in training.
     """
     values = [contents.values.get(path, own) for path, own in item.values.items()]
-    state = rebuild(item.tree, iter(item.tensors.values()), iter(values))
+    own_tensors = (rebuilt.get(path, own) for path, own in item.tensors.items())
+    state = rebuild(item.tree, own_tensors, iter(values))
     stored = descend(contents.tree, item.path)
     if stored is not None and (metadata := metadata_for(item.tree, stored)) is not None:
         state = with_metadata(state, metadata)

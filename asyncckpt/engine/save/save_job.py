@@ -24,7 +24,7 @@ from asyncckpt.engine.save.delta_chain import ChainLink, Choice
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.engine.upload.uploads import Uploads
-from asyncckpt.errors import SaveCancelledError
+from asyncckpt.errors import SaveCancelledError, UsageError
 from asyncckpt.format.manifest import FileFacts, ParentFacts, SaveTimes
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
@@ -54,6 +54,7 @@ class SaverMemory:
     newest     the newest checkpoint that it has committed, upon which the next delta builds
     retention  the one that was begun last
     behind     those that have perhaps not ended, the oldest first
+    half_loaded  the step that a Checkpointer has begun to fill the state with, until that has succeeded
     """
 
     plans: PlanCache
@@ -63,6 +64,15 @@ class SaverMemory:
     newest: ChainLink | None = None
     retention: Future[None] | None = None
     behind: deque[Future[None]] = field(default_factory=deque)
+    half_loaded: int | None = None
+
+    def check_whole(self) -> None:
+        """Raise UsageError where a load that has failed has left parts of another step in the state."""
+        if self.half_loaded is not None:
+            raise UsageError(
+                f"the state is not saved: loading step {self.half_loaded} has failed when parts of it were filled",
+                hint="restore() a step; or make the state anew and call begin_anew() of the Checkpointer",
+            )
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,8 @@ def _stream_changed(job: SaveJob, state: FilteredState, target: ShardTarget) -> 
     tables = _in_order(job, (*state.tables, *_open_facts(job)))
     replaced = {number for number, block in enumerate(state.blocks) if block.replaced}
     blocks = [*image.blocks, *opened.blocks]
-    body = render_body(tables, job.plan.tree, blocks, filtered=replaced, sharing=job.plan.sharing)
+    plan = job.plan
+    body = render_body(tables, plan.tree, blocks, filtered=replaced, sharing=plan.sharing, classes=plan.classes)
     return _stream(job, image, body, tables, [block.source for block in state.blocks], target)
 
 

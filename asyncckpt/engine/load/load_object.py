@@ -1,0 +1,88 @@
+"""Give an object the state that was loaded for it, as it was stored.
+
+torch's optimizers cast the tensors of a state to the dtype of their parameter, which rounds the float32 copies of
+bfloat16 parameters. The stored ones take their place again where nothing but that has happened to them; a step is where
+torch puts it, and where the load itself has cast a parameter, its state stays cast, too.
+
+A module may say more in its state_dict() than its load_state_dict() takes: quantized weights say how they are
+quantized. That is all right where it was filled in place, for it is live, or where it is what was stored anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from asyncckpt.plan.object_checks import memory_of
+
+
+def load_object(owner: Any, state: Any, *, cast: Collection[object]) -> None:
+    """Call load_state_dict of an object. cast: where parameters are that the load has cast, see `memory_of`.
+
+    Raises what the object raises, RuntimeError for keys of a module that do not fit.
+    """
+    if isinstance(owner, torch.optim.Optimizer):
+        owner.load_state_dict(state)
+        _put_back(owner, state, cast)
+    elif isinstance(owner, torch.nn.Module) and type(owner).load_state_dict is torch.nn.Module.load_state_dict:
+        said = owner.load_state_dict(state, strict=False)
+        unexpected = _not_taken(owner, state, said.unexpected_keys) if said.unexpected_keys else []
+        found = {"Missing": said.missing_keys, "Unexpected": unexpected}
+        if any(found.values()):
+            raise RuntimeError("; ".join(f"{what} key(s) {keys}" for what, keys in found.items() if keys))
+    else:
+        owner.load_state_dict(state)
+
+
+def _not_taken(owner: torch.nn.Module, state: Mapping[str, Any], unexpected: Collection[str]) -> list[str]:
+    own = owner.state_dict()
+    return [key for key in unexpected if key not in own or not _is_there(own[key], state[key])]
+
+
+def _is_there(own: Any, given: Any) -> bool:
+    """Return whether a tensor of a module is the same memory each time it is asked for, or holds what is given."""
+    if not isinstance(own, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return False
+    place = memory_of(own)
+    return (place is not None and place == memory_of(given)) or (own.dtype is given.dtype and torch.equal(own, given))
+
+
+def _put_back(owner: torch.optim.Optimizer, state: Any, cast: Collection[object]) -> None:
+    groups = state["param_groups"] if isinstance(state, Mapping) and "param_groups" in state else []
+    numbers = [number for group in groups for number in group.get("params", [])]
+    parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
+    if len(numbers) != len(parameters):
+        return  # It numbers them in a way of its own.
+    for number, parameter in zip(numbers, parameters, strict=True):
+        now, stored = owner.state.get(parameter), state["state"].get(number)
+        if isinstance(now, dict) and isinstance(stored, Mapping):
+            entries = {key: _as_stored(value, stored[key]) for key, value in now.items() if key in stored}
+            entries.pop("step", None)
+            if any(entries[key] is not now[key] for key in entries) and memory_of(parameter) not in cast:
+                now.update(entries)
+
+
+def _as_stored(now: Any, stored: Any) -> Any:
+    """Return a value of a state, with the stored tensors in place of those that were only cast."""
+    if isinstance(now, torch.Tensor) and isinstance(stored, torch.Tensor):
+        return stored.to(now.device) if _is_cast(now, stored) else now
+    found: list[Any]
+    if isinstance(now, dict) and isinstance(stored, Mapping) and now.keys() == stored.keys():
+        found = [_as_stored(now[key], stored[key]) for key in now]
+        same = all(one is other for one, other in zip(found, now.values(), strict=True))
+        return now if same else dict(zip(now, found, strict=True))
+    if isinstance(now, (list, tuple)) and type(now) is type(stored) and len(now) == len(stored):
+        found = [_as_stored(one, other) for one, other in zip(now, stored, strict=True)]
+        same = all(one is other for one, other in zip(found, now, strict=True))
+        return now if same else type(now)(found)
+    return now
+
+
+def _is_cast(now: torch.Tensor, stored: torch.Tensor) -> bool:
+    if now.dtype is stored.dtype or now.shape != stored.shape:
+        return False
+    own, was = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (now, stored))
+    was = was.to(device=own.device, dtype=own.dtype)
+    return bool(((own == was) | ((own != own) & (was != was))).all())

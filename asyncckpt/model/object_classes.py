@@ -1,0 +1,32 @@
+"""Names of the classes of optimizers and schedulers, which a checkpoint keeps so that a load can compare them.
+
+Names alone: nothing is imported or made by them. Those of the base class and above say nothing, so they are left out.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+# Where torch has those that are derived from these.
+CLASSES_OF: dict[type, ModuleType] = {torch.optim.Optimizer: torch.optim, lr_scheduler.LRScheduler: lr_scheduler}
+
+
+def class_names(owner: Any) -> tuple[str, ...]:
+    """Return the name of the class of an optimizer or scheduler, and of those that it is derived from, its own first.
+
+    Empty for all other objects, and for one with a load_state_dict of its own: that of a wrapper may be of anything.
+    """
+    if isinstance(owner, torch.optim.Optimizer):
+        base: type = torch.optim.Optimizer
+        if type(owner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            return ()
+    elif isinstance(owner, lr_scheduler.LRScheduler):
+        base = lr_scheduler.LRScheduler
+    else:
+        return ()
+    classes = type(owner).__mro__
+    return tuple(cls.__name__ for cls in classes[: classes.index(base)])

@@ -1,0 +1,207 @@
+"""What is known of the load_state_dict of an object before anything is filled: where it would refuse what was stored,
+or take the state of something else without a word.
+
+Our own objects check a state themselves (`_check_state`), torch's are known here, and nobody knows others: theirs may
+fail when all tensors are filled. An optimizer with a load_state_dict of its own, or with hooks before it, is one of
+these.
+
+An optimizer gets moments by the numbers of parameters. They are those of other parameters where the stored names have
+another order, or the stored shapes fit in another order only. Its class is another one where the stored names of its
+classes, or the options of its groups, say so; what a newer version of torch adds to a class, and what a program adds to
+a group, does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from asyncckpt.errors import CheckpointError
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.tree import VALUE, Path, descend, leaves, path_name, rebuild
+from asyncckpt.model.object_classes import CLASSES_OF, class_names
+from asyncckpt.plan.contents import Contents, StoredDense
+from asyncckpt.plan.load_targets import Rebuilt
+
+# What torch's own optimizers keep for every element of a parameter.
+_LIKE_PARAMETERS = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg", "ax")
+)
+# Options that torch's optimizers have got since they are there, and what others put into groups.
+_MAY_DIFFER = frozenset(
+    ("params", "param_names", "initial_lr", "foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
+) | {"decoupled_weight_decay"}
+# Of schedulers, one item for each group of the optimizer, or for each scheduler inside.
+_FOR_EACH = ("base_lrs", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "_schedulers")
+_SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
+_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+class ObjectChecks:
+    """Checks of the objects of one load.
+
+    names: those of parameters in the checkpoint, by the memory that they are loaded into, see `memory_of`.
+    """
+
+    def __init__(self, contents: Contents, names: Mapping[object, str]) -> None:
+        self._contents, self._names = contents, names
+        self._dense = {item.path: item for item in contents.dense.values()}
+
+    def problems(self, item: Rebuilt) -> list[str]:
+        """Return what is wrong with the state that was stored for an object, as far as it can be known."""
+        own = item.owner
+        if item.is_module or not (hasattr(type(own), "_check_state") or isinstance(own, _KNOWN)):
+            return []
+        name, stored = path_name(item.path), self._state(item.path)
+        classes = self._contents.classes.get(item.path, ())
+        try:
+            if hasattr(type(own), "_check_state"):
+                own._check_state(stored)
+                return []
+            if isinstance(own, torch.optim.Optimizer):
+                return [f"{name!r} {what}" for what in self._of_optimizer(own, stored, classes)]
+            if isinstance(own, lr_scheduler.LRScheduler):
+                return [f"{name!r} {what}" for what in _of_scheduler(own, stored, classes)]
+            if own.is_enabled() and not (isinstance(stored, Mapping) and stored.keys() >= _SCALER_KEYS):
+                return [f"{name!r} is a GradScaler, and a disabled one, or none, was saved"]
+        except CheckpointError as error:
+            return [f"{name!r} does not take its state: {error}"]
+        return []
+
+    def _state(self, path: Path) -> Any:
+        """Return what was stored at a path, with tensors that have but dtypes and shapes."""
+        node = descend(self._contents.tree, path)
+        assert node is not None
+        found = dict(leaves(node, path))
+        tensors = (form_of(self._dense.get(at)) for at, kind in found.items() if kind is not VALUE)
+        return rebuild(node, tensors, (self._contents.values[at] for at, kind in found.items() if kind is VALUE))
+
+    def _of_optimizer(self, own: torch.optim.Optimizer, stored: Any, classes: Collection[str]) -> Iterator[str]:
+        base = torch.optim.Optimizer
+        if type(own).load_state_dict is not base.load_state_dict or own._optimizer_load_state_dict_pre_hooks:
+            return
+        groups = stored.get("param_groups") if isinstance(stored, Mapping) else None
+        if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+            yield "is an optimizer, and no state of one was saved"
+            return
+        if not all(isinstance(group.get("params", []), list) for group in groups):
+            yield (
+                "was saved by DCP as an optimizer's own state dict, with text for the numbers of parameters: get it by "
+                "asyncckpt.load, make the keys of its 'state' int, and call load_state_dict"
+            )
+            return
+        if other := _other_class(own, classes, *_options(own, groups)):
+            yield other
+        found = [len(group.get("params", [])) for group in groups]
+        sizes = [len(group["params"]) for group in own.param_groups]
+        if found != sizes:
+            yield f"has groups of {sizes} parameters, the checkpoint {found}"
+            return
+        yield from self._other_order(own, groups)
+        numbers = [number for group in groups for number in group.get("params", [])]
+        parameters = [parameter for group in own.param_groups for parameter in group["params"]]
+        yield from _other_shapes(own, dict(zip(numbers, parameters, strict=True)), stored.get("state"))
+
+    def _other_order(self, own: torch.optim.Optimizer, groups: list[Any]) -> Iterator[str]:
+        found = [_WRAPPERS.sub("", str(name)) for group in groups for name in group.get("param_names", [])]
+        names = [
+            _WRAPPERS.sub("", self._names.get(memory_of(parameter)) or given)
+            for group in own.param_groups
+            for parameter, given in zip(
+                group["params"], group.get("param_names", [""] * len(group["params"])), strict=True
+            )
+        ]
+        if names != found and sorted(names) == sorted(found):
+            number = next(number for number, name in enumerate(names) if name != found[number])
+            yield (
+                f"has its parameters in another order: number {number} is {names[number]!r}, "
+                f"in the checkpoint {found[number]!r}"
+            )
+
+
+_KNOWN = (torch.optim.Optimizer, lr_scheduler.LRScheduler, torch.amp.GradScaler)
+
+
+def memory_of(tensor: Any) -> object:
+    """Return where a tensor is, or what of a spread one is here: the same for a parameter and for what is loaded."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    address = local.data_ptr() if local.numel() else 0
+    return (address, tuple(local.shape), local.stride()) if address else None
+
+
+def form_of(stored: StoredDense | None) -> torch.Tensor:
+    """Return a tensor of the stored dtype and shape, which takes no memory."""
+    if stored is None:
+        return torch.zeros((), device="cpu")
+    dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
+    return torch.zeros((), dtype=dtype, device="cpu").expand(stored.shape)
+
+
+def _options(own: torch.optim.Optimizer, groups: list[Any]) -> tuple[set[str], set[str]]:
+    """Return options that an optimizer has and the stored groups lack, and those that only these have."""
+    if not groups or not own.param_groups:
+        return set(), set()
+    return set(own.defaults) - set(groups[0]), set(groups[0]) - set(own.param_groups[0])
+
+
+def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown: set[str]) -> str | None:
+    """Return that a state is one of another class, with other options; None: it is not, or nobody can tell.
+
+    classes: those of the object that was saved, as far as they are known.
+    """
+    names = class_names(own)
+    if not set(names).isdisjoint(classes):
+        return None
+    base = next(base for base in CLASSES_OF if isinstance(own, base))
+    ours, theirs = (next((name for name in item if hasattr(CLASSES_OF[base], name)), None) for item in (names, classes))
+    lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER
+    if not (ours and theirs) and not (lacking and unknown) and not (classes and (lacking or unknown)):
+        return None
+    saved = f"state of {next(iter(classes))!r}" if classes else "state of another class"
+    differ = f", which differs in {sorted(lacking | unknown)}" if lacking or unknown else ""
+    return f"is of class {names[0]!r}, the checkpoint has the {saved}{differ}"
+
+
+def _other_shapes(own: torch.optim.Optimizer, parameters: Mapping[Any, Any], state: Any) -> Iterator[str]:
+    """Return that states have not the shapes of parameters: of those that always have, or in another order only."""
+    found: dict[Any, dict[Any, tuple[int, ...]]] = defaultdict(dict)
+    for number, entries in state.items() if isinstance(state, Mapping) else ():
+        if number in parameters and isinstance(entries, Mapping):
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    found[key][number] = tuple(value.shape)
+    is_torchs = type(own).step.__module__.startswith("torch.optim.")
+    for key, shapes in found.items():
+        wanted = {number: tuple(parameters[number].shape) for number in shapes}
+        if shapes == wanted:
+            continue
+        if (is_torchs and key in _LIKE_PARAMETERS) or sorted(shapes.values()) == sorted(wanted.values()):
+            number = next(number for number in shapes if shapes[number] != wanted[number])
+            yield (
+                f"has a parameter {number} of shape {wanted[number]}, its {key!r} in the checkpoint has "
+                f"{shapes[number]}: they may be in another order"
+            )
+            return
+
+
+def _of_scheduler(own: Any, stored: Any, classes: Collection[str]) -> Iterator[str]:
+    state = own.state_dict()
+    if not isinstance(stored, Mapping):
+        yield "is a scheduler, and no state of one was saved"
+        return
+    public = [{key for key in item if not str(key).startswith("_")} - {"verbose"} for item in (state, stored)]
+    if other := _other_class(own, classes, public[0] - public[1], public[1] - public[0]):
+        yield other
+        return
+    for key in _FOR_EACH:
+        mine, theirs = state.get(key), stored.get(key)
+        if isinstance(mine, list) and isinstance(theirs, list) and len(mine) != len(theirs):
+            yield f"has {len(mine)} of {key!r}, the checkpoint {len(theirs)}"
+        elif key == "_schedulers" and isinstance(mine, list) and isinstance(theirs, list):
+            for inner, state_of_inner in zip(own._schedulers, theirs, strict=True):
+                yield from _of_scheduler(inner, state_of_inner, ())

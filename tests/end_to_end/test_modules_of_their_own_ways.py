@@ -1,0 +1,147 @@
+"""Modules that say more in a state_dict() than they load, and modules that size their buffers by what they see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncckpt
+from asyncckpt.errors import IncompatibleError
+
+
+class Quantized(nn.Linear):
+    """As bitsandbytes' Linear4bit: its state_dict() says how the weight is quantized, which load_state_dict() refuses.
+
+    absmax is live memory, the description a tensor that is made for each state_dict().
+    """
+
+    def __init__(self, kind: str = "nf4") -> None:
+        super().__init__(4, 4)
+        self.absmax, self.kind = torch.rand(4), kind
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.absmax
+        destination[f"{prefix}weight.quant_state"] = torch.tensor(list(self.kind.encode()), dtype=torch.uint8)
+
+
+def test_what_only_a_module_s_own_state_dict_says_is_loaded_in_place(tmp_path: Path) -> None:
+    trained, fresh = nn.Sequential(Quantized()), nn.Sequential(Quantized())
+    asyncckpt.save(tmp_path, {"model": trained}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"model": fresh}).load()
+    assert torch.equal(fresh[0].weight, trained[0].weight)
+    assert torch.equal(fresh[0].absmax, trained[0].absmax)
+
+
+def test_what_a_module_neither_loads_nor_holds_is_an_error(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"model": nn.Sequential(Quantized())}, durability="none")
+    loader = asyncckpt.Loader(tmp_path, tensors={"model": nn.Sequential(Quantized("fp4"))})
+    with pytest.raises(IncompatibleError, match=r"Unexpected key\(s\) \['0.weight.quant_state'\]"):
+        loader.load()
+
+
+def test_a_quantized_module_of_another_form_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"model": nn.Sequential(Quantized())}, durability="none")
+    fresh = nn.Sequential(Quantized("int4.b"))
+    before = fresh[0].weight.detach().clone()
+    with pytest.raises(IncompatibleError, match=r"'model.0.weight.quant_state' has shape.*nothing was changed"):
+        asyncckpt.Loader(tmp_path, tensors={"model": fresh}).load()
+    assert torch.equal(fresh[0].weight, before)
+
+
+def prepared(seed: int) -> Any:
+    """A model with quantization-aware training, as torch.ao prepares it."""
+    tq = pytest.importorskip("torch.ao.quantization")
+    torch.manual_seed(seed)
+    net = nn.Sequential(tq.QuantStub(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4), tq.DeQuantStub())
+    net.qconfig = tq.get_default_qat_qconfig("x86")
+    return tq.prepare_qat(net.train())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_observers_that_have_seen_nothing_take_the_shapes_that_were_stored(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained, fresh = prepared(0), prepared(1)
+    for _ in range(3):
+        trained(torch.randn(8, 16))
+    asyncckpt.save(tmp_path, {"model": trained}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"model": fresh}).load()
+    stored, loaded = trained.state_dict(), fresh.state_dict()
+    assert stored.keys() == loaded.keys()
+    assert all(torch.equal(value, loaded[key]) for key, value in stored.items())
+    x = torch.randn(8, 16)
+    assert torch.equal(trained(x), fresh(x))
+
+
+class Lazy(nn.Module):
+    """Resizes `seen` when it loads; it takes one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_buffer("fixed", torch.zeros(2))
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *more: Any) -> None:
+        if state[f"{prefix}seen"].dim() != 1:
+            raise ValueError("one dimension")
+        self.seen.resize_(state[f"{prefix}seen"].shape)
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+class Hooked(nn.Module):
+    """Resizes `seen` in a hook."""
+
+    def __init__(self, *, is_closed: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0))
+        self.register_load_state_dict_pre_hook(lambda *given: resize(self, *given[1:]) if is_closed else None)
+        if not is_closed:
+            self._load_state_dict_pre_hooks.clear()
+            self.register_load_state_dict_pre_hook(resize)
+
+
+def resize(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    module.seen.resize_(state[f"{prefix}seen"].shape)
+
+
+def with_seen(make: Any, seen: torch.Tensor) -> Any:
+    module = make()
+    module.seen = seen
+    return module
+
+
+@pytest.mark.parametrize("make", [Lazy, Hooked])
+def test_a_module_that_resizes_when_it_loads_gets_what_was_stored(tmp_path: Path, make: Any) -> None:
+    stored, fresh = with_seen(make, torch.arange(3.0)), make()
+    asyncckpt.save(tmp_path, {"model": nn.ModuleDict({"a": stored})}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"model": nn.ModuleDict({"a": fresh})}).load()
+    assert torch.equal(fresh.seen, torch.arange(3.0))
+
+
+def closed() -> Hooked:
+    return Hooked(is_closed=True)
+
+
+@pytest.mark.parametrize(("make", "changed"), [
+    (Lazy, {"seen": torch.ones(2, 2)}),
+    (Lazy, {"seen": torch.ones(3), "fixed": torch.ones(3)}),
+    (closed, {"seen": torch.ones(3)}),
+    (lambda: nn.BatchNorm1d(2), {"running_mean": torch.ones(3)}),
+], ids=["it raises", "another buffer differs", "a hook that could change it", "it has a version"])  # fmt: skip
+def test_a_module_that_would_not_take_a_shape_is_refused_before_anything_is_touched(
+    tmp_path: Path, make: Any, changed: dict[str, torch.Tensor]
+) -> None:
+    stored, fresh = make(), make()
+    for name, value in changed.items():
+        setattr(stored, name, value)
+    asyncckpt.save(tmp_path, {"x": torch.ones(1), "model": stored}, durability="none")
+    x, before = torch.zeros(1), {name: value.clone() for name, value in fresh.state_dict().items()}
+    with pytest.raises(IncompatibleError, match=r"has shape.*nothing was changed"):
+        asyncckpt.Loader(tmp_path, tensors={"x": x, "model": fresh}).load()
+    after = fresh.state_dict()
+    assert not x.any()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

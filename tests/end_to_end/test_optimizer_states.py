@@ -1,0 +1,216 @@
+"""States of optimizers as they were stored, or a refusal that says in what the optimizer is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncckpt
+from asyncckpt.errors import IncompatibleError
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Masters(torch.optim.Optimizer):
+    """Keeps a float32 copy of each parameter, and odd things beside it, some of them nested."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(master=parameter.detach().float(), seen=torch.zeros(3, dtype=torch.uint8))
+                    state.update(nested={"a": [torch.full((2,), 1 / 3)], "b": (torch.tensor([float("nan")]), 2)})
+                state["master"] -= group["lr"] * 1e-3 * parameter.grad.float()
+                state["seen"] += 1
+                state["nested"]["a"][0] *= 1.001
+                parameter.data.copy_(state["master"])
+
+
+def model(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).to(dtype)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        net(torch.full((3, 4), 0.1 * step).to(next(net.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def saved(path: Path, make: Make, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = model(dtype)
+    optimizer = make(net)
+    train(net, optimizer, range(3))
+    asyncckpt.save(path, {"model": net, "optim": optimizer}, durability="none")
+    return net, optimizer
+
+
+def bits(value: Any) -> Any:
+    """A state with the dtype and the bytes of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.detach().contiguous().view(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    return [bits(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize("make", [
+    lambda net: Masters(net.parameters()),
+    lambda net: torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01)),
+    lambda net: torch.optim.Adam(net.parameters(), fused=True),
+], ids=["masters", "lr is a tensor", "fused"])  # fmt: skip
+def test_a_state_keeps_the_dtypes_that_were_stored_and_trains_on_bit_equal(tmp_path: Path, make: Make) -> None:
+    net, optimizer = saved(tmp_path, make, torch.bfloat16)
+    before = bits(optimizer.state_dict())
+    other = model(torch.bfloat16, seed=1)
+    resumed = make(other)
+    asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": resumed}).load()
+    assert bits(resumed.state_dict()) == before
+    assert type(resumed.param_groups[0]["lr"]) is type(optimizer.param_groups[0]["lr"])
+    train(net, optimizer, range(3, 6))
+    train(other, resumed, range(3, 6))
+    assert bits(resumed.state_dict()) == bits(optimizer.state_dict())
+    assert bits(dict(other.state_dict())) == bits(dict(net.state_dict()))
+
+
+def test_a_load_that_casts_a_parameter_casts_its_state(tmp_path: Path) -> None:
+    saved(tmp_path, lambda net: torch.optim.Adam(net.parameters()))
+    other = model(torch.bfloat16)
+    resumed = torch.optim.Adam(other.parameters())
+    asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": resumed}, cast=True).load()
+    assert resumed.state[other[0].weight]["exp_avg"].dtype is torch.bfloat16
+    train(other, resumed, range(3, 5))
+
+
+def named_backwards(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(
+        [*net[1].named_parameters("1"), *net[0].named_parameters("0"), *net[2].named_parameters("2")]
+    )
+
+
+def unnamed_backwards(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([*net[1].parameters(), *net[0].parameters(), *net[2].parameters()])
+
+
+def of_other_shapes(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*net[2].parameters(), *net[1].parameters(), *net[0].parameters()], momentum=0.9)
+
+
+def named(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(net.named_parameters())
+
+
+class Renamed(torch.optim.SGD):
+    pass
+
+
+class NotTorchs(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "trust": 2.0})
+
+
+@pytest.mark.parametrize(("was", "now", "why"), [
+    (named, named_backwards, "parameters in another order: number 0 is '1.weight', in the checkpoint '0.weight'"),
+    (named, unnamed_backwards, "parameters in another order: number 0 is '1.weight', in the checkpoint '0.weight'"),
+    (lambda net: torch.optim.SGD(net.parameters(), momentum=0.9), of_other_shapes, "they may be in another order"),
+    (named, lambda net: torch.optim.SGD(net.parameters(), momentum=0.9), "is of class 'SGD', .* state of 'Adam'"),
+    (lambda net: Renamed(net.parameters()), lambda net: torch.optim.RAdam(net.parameters()), "of class 'RAdam'"),
+    (named, lambda net: torch.optim.RAdam(net.parameters()), "is of class 'RAdam', .* state of 'Adam'"),
+    (named, lambda net: torch.optim.Adamax(net.parameters()), "is of class 'Adamax', .* state of 'Adam'"),
+    (named, lambda net: NotTorchs(net.parameters()), "of class 'NotTorchs', .* 'Adam', which differs in"),
+], ids=range(8))  # fmt: skip
+def test_an_optimizer_of_other_parameters_or_class_is_refused_before_anything_is_touched(
+    tmp_path: Path, was: Make, now: Make, why: str
+) -> None:
+    saved(tmp_path, was)
+    other = model(seed=1)
+    optimizer = now(other)
+    before = bits(dict(other.state_dict())), bits(optimizer.state_dict())
+    with pytest.raises(IncompatibleError, match=f"does not fit the model.*'optim' .*{why}.*nothing was changed"):
+        asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": optimizer}).load()
+    assert (bits(dict(other.state_dict())), bits(optimizer.state_dict())) == before
+
+
+def tagged(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": list(net.parameters()), "tag": "all", "initial_lr": 3.0}], lr=0.1)
+
+
+def of_a_newer_torch(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.defaults["new_option"] = optimizer.param_groups[0]["new_option"] = False
+    return optimizer
+
+
+@pytest.mark.parametrize(("was", "now"), [
+    (named, lambda net: torch.optim.Adam(net.parameters(), foreach=True)),
+    (named, lambda net: torch.optim.Adam(net.parameters(), fused=True)),
+    (lambda net: torch.optim.Adam(net.parameters()), named),
+    (lambda net: torch.optim.SGD(net.parameters()), lambda net: Renamed(net.parameters())),
+    (lambda net: Renamed(net.parameters()), lambda net: torch.optim.SGD(net.parameters())),
+    (tagged, lambda net: torch.optim.SGD(net.parameters())),
+    (tagged, of_a_newer_torch),
+    (of_a_newer_torch, tagged),
+    (named, lambda net: torch.optim.Adam((f"module.{name}", each) for name, each in net.named_parameters())),
+    (named, lambda net: torch.optim.AdamW(net.parameters())),
+    (lambda net: torch.optim.Adafactor(net.parameters()), lambda net: torch.optim.Adafactor(net.parameters())),
+    (lambda net: torch.optim.LBFGS(net.parameters()), lambda net: torch.optim.LBFGS(net.parameters())),
+], ids=range(12))  # fmt: skip
+def test_what_does_not_change_an_optimizer_loads(tmp_path: Path, was: Make, now: Make) -> None:
+    net = model()
+    optimizer = was(net)
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        train(net, optimizer, range(3))
+    asyncckpt.save(tmp_path, {"model": net, "optim": optimizer}, durability="none")
+    other = model(seed=1)
+    asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": now(other)}).load()
+
+
+def test_a_renamed_class_with_the_same_options_loads(tmp_path: Path) -> None:
+    first = type("First", (Masters,), {})
+    second = type("Second", (torch.optim.Optimizer,), dict(vars(Masters), __init__=lambda self, them: (
+        torch.optim.Optimizer.__init__(self, them, {"lr": 0.1}))))  # fmt: skip
+    saved(tmp_path, lambda net: first(net.parameters()))
+    other = model(seed=1)
+    asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": second(other.parameters())}).load()
+
+
+@pytest.mark.parametrize(("now", "why"), [
+    (lambda it: torch.optim.lr_scheduler.ExponentialLR(it, 0.9), "is of class 'ExponentialLR', .* state of 'StepLR'"),
+    (lambda it: torch.optim.lr_scheduler.LambdaLR(it, lambda _: 1.0), "is of class 'LambdaLR', .* state of 'StepLR'"),
+], ids=["exponential", "lambda"])  # fmt: skip
+def test_another_scheduler_is_refused_before_anything_is_touched(
+    tmp_path: Path, now: Callable[[Any], Any], why: str
+) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    asyncckpt.save(tmp_path, {"model": net, "schedule": scheduler}, durability="none")
+    other = model(seed=1)
+    before = bits(dict(other.state_dict()))
+    with pytest.raises(IncompatibleError, match=f"'schedule' {why}"):
+        asyncckpt.Loader(
+            tmp_path, tensors={"model": other, "schedule": now(torch.optim.SGD(other.parameters(), 0.1))}
+        ).load()
+    assert bits(dict(other.state_dict())) == before
+
+
+def test_a_compacted_checkpoint_keeps_the_classes_of_optimizers(tmp_path: Path) -> None:
+    net, table = model(), asyncckpt.HashTable("t", 2)
+    state = {"model": net, "optim": torch.optim.Adam(net.parameters())}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, hashtables={"t": table}, durability="none") as saver:
+        saver.save(1)
+        table.insert(torch.arange(3), torch.ones(3, 2))
+        saver.save(2, kind="delta")
+    asyncckpt.compact(tmp_path, 2)
+    with pytest.raises(IncompatibleError, match="is of class 'RAdam'"):
+        asyncckpt.Loader(tmp_path, tensors={"optim": torch.optim.RAdam(net.parameters())}).load()
