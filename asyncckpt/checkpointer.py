@@ -37,12 +37,12 @@ from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks import steps_together
+from asyncckpt.engine.ranks.open_directory import which_of_all
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.engine.save.go_back import choose_step, go_back
 from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.loader import load_now
-from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, BusyPolicy, DeltaPolicy, KeepPolicy, RankOptions
@@ -114,7 +114,7 @@ class Checkpointer:
         if ranks.in_turn:
             raise UsageError("ranks in turn save through a Saver each", hint="a Checkpointer is one rank of a loop")
         if "shard_num" not in more:
-            more["shard_index"], more["shard_num"] = own_rank(None, None, ranks.process_group)
+            more["shard_index"], more["shard_num"] = which_of_all(path, ranks)
         key = str(path) if StoreUrl.is_url(path) else os.path.realpath(path)
         _end_earlier(key)
         self._termination = Termination()

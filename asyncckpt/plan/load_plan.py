@@ -20,7 +20,7 @@ from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Path, path_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
-from asyncckpt.model.table_shard import Shard, may_share_ids
+from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
 from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_info import LoadFilter, Loads, Offer
@@ -237,6 +237,9 @@ class _Match:
                     chosen.append((shard, tuple(columns)))
                 else:
                     passed_over.append(shard)
+            if self._strict and not make_up((shard.shard for shard in stored.shards), table.shard):
+                held = ", ".join(described(shard.shard) for shard in stored.shards[:8])
+                self.problems.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {held}")
             absent = [c.name for c in schema.columns if c.name not in {*stored.columns, *columns}]
             if self._strict and absent:
                 self.problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")

@@ -128,6 +128,12 @@ class RecisDirectory:
         return sum(part.rows_count for parts in self.tables.values() for part in parts)
 
     @property
+    def other_files(self) -> list[str]:
+        """What is in the folder beside the checkpoint, as RecIS' trainer leaves `model.pt` there: not opened here."""
+        own = {INDEX_FILE, TENSOR_KEYS_FILE, ARRAYS_FILE, *self.files.names}
+        return sorted(name for name in self.folder.names() if name not in own and not name.startswith("."))
+
+    @property
     def bytes(self) -> int:
         """Of all arrays."""
         return sum(array.bytes for array in self.arrays)
