@@ -24,6 +24,7 @@ from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Fields, loads
 from asyncckpt.formats.data_files import DataFiles, FileArray, array_of
 from asyncckpt.formats.recis.names import (
+    ARRAYS_FILE,
     INDEX_FILE,
     TENSOR_KEYS_FILE,
     BlockName,

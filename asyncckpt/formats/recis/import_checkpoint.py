@@ -43,8 +43,9 @@ def import_checkpoint(
 
     Nothing is committed when an error is raised: NotFoundError, CorruptError, UnsupportedError, UsageError,
     ConflictError for a step that exists or a directory that another process writes to, IndeterminateError,
-    IOFailedError. Warns of other files beside it, which are left out: `model.pt` of RecIS' trainer. Waits while a save or load of this process is in flight. Takes 300 MiB, and 16 bytes for each row of
-    the largest shard of a table.
+    IOFailedError. Warns of files beside the checkpoint, which are left out, as `model.pt` of RecIS' trainer. Waits
+    while a save or load of this process is in flight. Takes 300 MiB, and 16 bytes for each row of the largest shard of
+    a table.
     """
     asked = Conversion.of(recis_dir, path, step, durability=durability, parallel=parallel, verify=verify)
     result, facts = run_import(asked, open_import(asked, columns=columns))
