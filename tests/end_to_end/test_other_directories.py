@@ -103,9 +103,11 @@ def test_what_stands_beside_checkpoints_everywhere_is_no_checkpoint(tmp_path: Pa
 
 def test_what_else_is_there_is_named_where_training_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "weights.xyz").touch()
-    with asyncckpt.Checkpointer(tmp_path, every=1, model=torch.nn.Linear(4, 3)) as checkpointer:
-        with pytest.warns(UserWarning, match=r"no checkpoint in .* to restore.*'weights.xyz'"):
-            assert checkpointer.restore() == 0
+    with (
+        asyncckpt.Checkpointer(tmp_path, every=1, model=torch.nn.Linear(4, 3)) as checkpointer,
+        pytest.warns(UserWarning, match=r"no checkpoint in .* to restore.*'weights.xyz'"),
+    ):
+        assert checkpointer.restore() == 0
 
 
 def test_an_import_from_recis_names_the_files_that_it_leaves_out(

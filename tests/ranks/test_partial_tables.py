@@ -13,11 +13,10 @@ from tests.ranks.forked import run
 pytestmark = [pytest.mark.any_core, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize(("ranks_count", "each"), [(2, 2), (4, 1)])
-def test_a_part_is_never_the_whole_at_doors_drawn(tmp_path: Path, base_seed: int, ranks_count: int, each: int) -> None:
+def test_a_part_is_never_the_whole_at_doors_drawn(tmp_path: Path, base_seed: int) -> None:
     print(f"seed {base_seed}")
-    listed = partial_tables.drawn(each, base_seed)
-    assert run(partial(partial_tables.run_cells, listed, ranks_count), ranks_count, tmp_path) == [0] * ranks_count
+    listed = partial_tables.drawn(1, base_seed)
+    assert run(partial(partial_tables.run_cells, listed, 2), 2, tmp_path) == [0, 0]
 
 
 @pytest.mark.slow
