@@ -223,6 +223,7 @@ class _Match:
         schema = table.schema()
         chosen: list[tuple[StoredShard, tuple[str, ...]]] = []
         passed_over: list[StoredShard] = []
+        held: list[Shard] = []
         for source, columns in sources.items():
             stored = self._contents.tables.get(source)
             if stored is None:
@@ -237,12 +238,13 @@ class _Match:
                     chosen.append((shard, tuple(columns)))
                 else:
                     passed_over.append(shard)
-            if self._strict and not make_up((shard.shard for shard in stored.shards), table.shard):
-                held = ", ".join(described(shard.shard) for shard in stored.shards[:8])
-                self.problems.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {held}")
+            held += [shard.shard for shard in stored.shards]
             absent = [c.name for c in schema.columns if c.name not in {*stored.columns, *columns}]
             if self._strict and absent:
                 self.problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
+        if self._strict and held and not make_up(held, table.shard):
+            only = ", ".join(map(described, held[:8]))
+            self.problems.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {only}")
         return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
 
     def _check_column(self, table: str, column: str, stored: StoredTable, wanted: Column | None) -> None:
