@@ -144,11 +144,14 @@ def _says_what_it_is(table: Table) -> bool:
     return table.shard != (0, 1) or is_replicated(table) or isinstance(table, (HoldsRange, OwnsIds))
 
 
-def check_slices(by_rank: Sequence[Mapping[str, TableSlice]], whole: Sequence[set[str]]) -> None:
+def check_slices(
+    by_rank: Sequence[Mapping[str, TableSlice]], whole: Sequence[set[str]], *, are_all: bool = True
+) -> None:
     """Raise ConflictError when two ranks may hold the same id of a table, or none of them some ids, or one of them a
     replica, the other a slice.
 
-    by_rank, whole: of every rank, the slices of tables that are spread, and the names of those that it holds in full.
+    by_rank, whole: of every rank, the slices of tables that are spread, and the names of those that it holds in full. are_all: all ranks
+    are there, so what none of them holds is nowhere.
     """
     holders: dict[str, list[tuple[TableSlice, int]]] = {}
     for rank, slices in enumerate(by_rank):
@@ -173,7 +176,7 @@ def check_slices(by_rank: Sequence[Mapping[str, TableSlice]], whole: Sequence[se
                 hint="give every rank a shard of its own, or save from ranks that hold each slice once",
             )
         shards = {(own.first, own.end, own.modulus): rank for own, rank in held if own.modulus}
-        if shards and not make_up(shards):
+        if are_all and shards and not make_up(shards):
             raise ConflictError(
                 f"table {name!r}: some ids are on no rank, so a part of it would be saved as the whole",
                 found={f"rank {rank}": str(own) for own, rank in held[:8]},
