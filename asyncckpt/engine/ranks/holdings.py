@@ -150,8 +150,8 @@ def check_slices(
     """Raise ConflictError when two ranks may hold the same id of a table, or none of them some ids, or one of them a
     replica, the other a slice.
 
-    by_rank, whole: of every rank, the slices of tables that are spread, and the names of those that it holds in full. are_all: all ranks
-    are there, so what none of them holds is nowhere.
+    by_rank, whole: of every rank, the slices of tables that are spread, and the names of those that it holds in full.
+    are_all: all ranks are there, so what none of them holds is nowhere.
     """
     holders: dict[str, list[tuple[TableSlice, int]]] = {}
     for rank, slices in enumerate(by_rank):

@@ -76,7 +76,8 @@ class Decisions:
     ) -> Decision:
         """Decide by what each rank has captured: everything, or (captured_by) its share by an agreement.
 
-        are_all: what every rank holds is known. is_same: they hold the same, and have captured it. ConflictError when ranks contradict each other, or when a
+        are_all: what every rank holds is known.
+        is_same: they hold the same, and have captured it. ConflictError when ranks contradict each other, or when a
         rank has left out what another one, which was to write it, has no longer.
         """
         check_slices([one.slices for one in held], [_tables_of(one) for one in held], are_all=are_all)
