@@ -10,8 +10,7 @@ A Saver, a PeriodicSaver and a Loader over one state, and what ends a loop:
     the end of the `with` block     the last step is saved, if it was not yet
     an exception, sys.exit          the same; the metadata says whether the state may be half a step off (periodic.py)
     the end of the interpreter      the same, where there is no `with` block
-    SIGTERM, max_hours              the next `.step` saves, and the process ends: SystemExit with status 143, or the
-                                    handler of SIGTERM from before
+    SIGTERM, max_hours              the next `.step` saves, and the process ends: SystemExit 143, or SIGTERM's handler
     SIGKILL, os._exit, power loss   what had committed is there
 
 With several ranks all of them do this together: they restore one step, stop behind one step, save the same last one.
@@ -37,12 +36,12 @@ from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks import steps_together
+from asyncckpt.engine.ranks.open_directory import which_of_all
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.engine.save.go_back import choose_step, go_back
 from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.loader import load_now
-from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, BusyPolicy, DeltaPolicy, KeepPolicy, RankOptions
@@ -113,7 +112,7 @@ class Checkpointer:
         if ranks.in_turn:
             raise UsageError("ranks in turn save through a Saver each", hint="a Checkpointer is one rank of a loop")
         if "shard_num" not in more:
-            more["shard_index"], more["shard_num"] = own_rank(None, None, ranks.process_group)
+            more["shard_index"], more["shard_num"] = which_of_all(path, ranks)
         key = str(path) if StoreUrl.is_url(path) else os.path.realpath(path)
         _end_earlier(key)
         self._termination = Termination()

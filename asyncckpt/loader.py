@@ -105,6 +105,8 @@ class Loader(WaitsUntilFree):
         check_type("ranks", ranks, RankOptions)
         self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=("raise", "wait"))
         self._load_waits = on_busy is None
+        if ranks.alone and shard_num is None:
+            shard_index, shard_num = 0, 1
         rank, ranks_count = own_rank(shard_index, shard_num, ranks.process_group, names=("shard_index", "shard_num"))
         self._path = check_place(checkpoint_path)
         tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables

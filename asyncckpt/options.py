@@ -240,15 +240,21 @@ class RankOptions:
                    one; then PeerError
     in_turn        the ranks are Savers of this one process, which save a step one after the other: none waits, each
                    writes its part, and the last one commits
+    alone          this process saves by itself, whatever torch.distributed says, also tables of which it holds a part;
+                   without this, and without a process_group, a Saver of several ranks first waits 10 s for the others
     """
 
     process_group: Any = None
     peer_deadline: float = PEER_DEADLINE_S
     in_turn: bool = False
+    alone: bool = False
 
     def __post_init__(self) -> None:
         check_seconds("peer_deadline", self.peer_deadline, above_zero=True)
         check_type("in_turn", self.in_turn, bool)
+        check_type("alone", self.alone, bool)
+        if self.alone and (self.in_turn or self.process_group is not None):
+            raise UsageError("a rank that saves alone has neither a process_group nor ranks in turn")
         if self.in_turn and self.process_group is not None:
             raise UsageError("ranks in turn are Savers of one process, and have no process_group")
 

@@ -56,8 +56,8 @@ from asyncckpt.options import (
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.pipeline.row_filters import RowFilter, check_filters
 from asyncckpt.plan.named_tables import named_tables
-from asyncckpt.plan.save_plan import PlanCache
-from asyncckpt.plan.state import TensorsArgument, named_state
+from asyncckpt.plan.save_plan import PlanCache, check_all_here
+from asyncckpt.plan.state import TensorsArgument, flatten, named_state
 from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.folder import check_place
@@ -135,7 +135,7 @@ class Saver(Closing):
         if path is _REQUIRED:
             raise UsageError("path is missing", expected="the checkpoint directory")
         check_type("ranks", ranks, RankOptions)
-        shard_index, shard_num = which_shard(shard_index, shard_num, ranks.process_group)
+        own = which_shard(shard_index, shard_num, path, ranks)
         try:
             if not callable(filter_func):
                 raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
@@ -151,23 +151,23 @@ class Saver(Closing):
                 debug=debug,
             )
             tables = named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables)
-            check_said(tables, index=shard_index, count=shard_num)
+            check_said(tables, index=own.index, count=own.count, may_be_parts=ranks.alone)
             row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
             state = named_state(tensors)
             check_all_taken(state, tables.values(), hint=LEFT_OUT_HINT)
-            checked, in_turn = check_place(path), shard_num > 1 and ranks.in_turn
-            uploads = Uploads.open(checked, upload, rank=shard_index, in_turn=in_turn)
+            if own.met is not None:
+                check_all_here(flatten(state))  # The first save would find it, too.
+            checked = check_place(path)
+            uploads = Uploads.open(checked, upload, rank=own.index, in_turn=own.count > 1 and ranks.in_turn)
         except CheckpointError as error:
-            announce_refused(error, index=shard_index, count=shard_num, options=ranks)
+            announce_refused(error, own, ranks)
             raise
         self._errors, self._counts, self._calls = OpenErrors(), SaveCounts(), RunningCalls()
         self._closed, self._pid, opened = False, os.getpid(), None
-        plans = PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
+        plans = PlanCache(parallel=parallel, rank=own.index, ranks_count=own.count, device_of=device_of)
         try:
             with uninterrupted:
-                opened = open_directory(
-                    checked, index=shard_index, count=shard_num, options=ranks, exact_modes=self._exact_modes
-                )
+                opened = open_directory(checked, own, options=ranks, exact_modes=self._exact_modes)
                 self._lock = opened.lock
                 self._target = SaveTarget(
                     commits=commits_of(opened.root, self._lock, durability, uploads.uploader),

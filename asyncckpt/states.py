@@ -17,7 +17,7 @@ from asyncckpt.loader import load_now
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.table import Table
-from asyncckpt.options import BusyPolicy, Durability
+from asyncckpt.options import BusyPolicy, Durability, RankOptions
 from asyncckpt.plan.state import named_state
 from asyncckpt.saver import Saver
 from asyncckpt.shard.reader import READ_THREADS
@@ -44,7 +44,8 @@ def save(
     wait. Raises as Saver.save does; ConflictError for a step that exists, and for a directory that a Saver has open.
     """
     named = named_state(state, what="state")
-    with Saver(path=path, tensors=named, hashtables=hashtables, durability=durability) as saver:
+    alone = RankOptions(alone=True)
+    with Saver(path=path, tensors=named, hashtables=hashtables, durability=durability, ranks=alone) as saver:
         return saver.save(step, metadata=metadata)
 
 

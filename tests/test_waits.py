@@ -44,6 +44,7 @@ ALLOWED = {
     ("devices/current_runtime.py", "self._runtime.record(self._runtime.current_stream(device)).wait()"): EVENT,
     ("devices/host_copies.py", "runtime.record(batch.stream).wait()"): EVENT,
     ("engine/process/background.py", "woken.wait()"): "the background itself, between jobs that run",
+    ("engine/ranks/meeting.py", "answer.result()"): DONE,
     ("engine/process/event_line.py", "queue.get()"): "a daemon that has nothing to do",
     ("follower.py", "asyncio.wait([waiter])"): MEMORY,
     ("follower.py", "waiter.exception()"): DONE,

@@ -28,6 +28,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.tables.noted_tables import noted_tables
 from asyncckpt.tables.sparse_optimizer import SparseOptimizer
 
 SHOWN_MAX = 8
@@ -67,11 +68,25 @@ class _Holder(Enum):
 def check_all_taken(state: object, taken: Iterable[Table], *, hint: str) -> None:
     """Raise UsageError, naming them, if modules or sparse optimizers hold tables that are not taken.
 
-    state: a module, or mappings and sequences of what may be modules.
+    state: a module, or mappings and sequences of what may be modules; or state dicts of these, by name.
     """
-    found = tables_left_out(state, taken)
+    taken = list(taken)
+    found = (*tables_left_out(state, taken), *_noted_left_out(state, taken))
     if found:
         raise UsageError("tables of a module would be left out of the checkpoint", found=shown(found), hint=hint)
+
+
+def _noted_left_out(state: object, taken: Iterable[Table]) -> tuple[str, ...]:
+    """Return the tables to which the state dicts in a state belong, or the state itself, and that are not taken."""
+    known = {id(table) for table in taken}
+    dicts = [("", state), *(state.items() if issubclass(type(state), dict) else ())]  # type: ignore[attr-defined]
+    return tuple(
+        f"{'.'.join(filter(None, (str(at), name)))} (table {table.name!r})"
+        for at, item in dicts
+        if issubclass(type(item), dict)
+        for name, table in noted_tables(item).items()
+        if table is not None and id(table) not in known
+    )
 
 
 def tables_left_out(state: object, taken: Iterable[Table]) -> tuple[str, ...]:

@@ -27,7 +27,13 @@ ENDING_S = 10.0  # A terminal that takes no text holds nothing up.
 NAMES_CHARACTERS_MAX = 200
 BAR_CHARACTERS = 30
 # What a format has no place for: its kind, and where the facts name it.
-LEFT_OUT = {"value": "left_out", "tensor": "left_out_tensors", "column": "left_out_columns", "table": "left_out_tables"}
+LEFT_OUT = {
+    "value": "left_out",
+    "tensor": "left_out_tensors",
+    "column": "left_out_columns",
+    "table": "left_out_tables",
+    "file": "left_out_files",
+}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SIZE = re.compile(r"([0-9]{1,15})\s*([a-z]*)")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from asyncckpt.commit.foreign import what_is_there
 from asyncckpt.commit.keep import numbers_of
 from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
@@ -202,7 +203,7 @@ def newest_step(root: ReadRoot) -> int:
     """Return the newest committed step; NotFoundError when there is none."""
     steps = committed_steps(root)
     if not steps:
-        raise NotFoundError(f"there is no checkpoint in {str(root.path)!r}")
+        raise NotFoundError(f"there is no checkpoint in {str(root.path)!r}", **what_is_there(root.root))
     return steps[-1]
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from asyncckpt.commit.foreign import what_is_there
 from asyncckpt.errors import CheckpointError, ConflictError, NotFoundError, UnsupportedError, UsageError, warn
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR
 from asyncckpt.model.store_url import Place, StoreUrl
@@ -92,7 +93,8 @@ class CheckpointRoot:
                 manifests = opened.enter_context(root.child(MANIFESTS_DIR))
                 data = opened.enter_context(root.child(DATA_DIR))
             except NotFoundError as error:
-                raise NotFoundError(f"{str(path)!r} is not a checkpoint directory: {error.what}") from error
+                what = f"{str(path)!r} is not a checkpoint directory: {error.what}"
+                raise NotFoundError(what, **what_is_there(root)) from error
             opened.pop_all()
         return CheckpointRoot(root, manifests, data)
 
@@ -158,7 +160,8 @@ class StoreRoot:
         _check_host()
         root = StoreRoot(store)
         if not root.root.has_folder(MANIFESTS_DIR):
-            raise NotFoundError(f"{str(root.path)!r} is not a checkpoint directory: there are no manifests")
+            what = f"{str(root.path)!r} is not a checkpoint directory: there are no manifests"
+            raise NotFoundError(what, **what_is_there(root.root))
         return root
 
     @property

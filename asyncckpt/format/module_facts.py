@@ -20,7 +20,9 @@ from asyncckpt.format.strict_json import Fields, Json
 from asyncckpt.format.values import decode_value, encode_value
 
 ModuleFacts = tuple[tuple[str, Json], ...]
-_OF_A_LOAD = "assign_to_params_buffers"  # torch puts it there when a state dict is loaded.
+NOTED_TABLES = "asyncckpt.tables"  # tables/noted_tables.py: what this process alone understands.
+# The first is put there by torch when a state dict is loaded.
+_NOT_STORED = ("assign_to_params_buffers", NOTED_TABLES)
 _USUAL = {"version": 1}
 _COUNTED = "num_batches_tracked"
 
@@ -98,7 +100,7 @@ def _begins(name: str) -> Iterator[str]:
 def _fact(local: Any, owner: str) -> Json:
     if not isinstance(local, Mapping):
         raise UsageError(f"{owner} is no mapping", found=type(local).__name__)
-    said = {key: value for key, value in local.items() if key != _OF_A_LOAD}
+    said = {key: value for key, value in local.items() if key not in _NOT_STORED}
     if said.keys() == {"version"} and type(said["version"]) is int and abs(said["version"]) < 2**53:
         return said["version"]
     return encode_value(said, owner=owner)

@@ -23,7 +23,7 @@ from asyncckpt.integrations.places import steps_in
 from asyncckpt.integrations.synced import sync_path
 from asyncckpt.loader import Loader
 from asyncckpt.model.store_url import StoreUrl
-from asyncckpt.options import SAVE_DEADLINE_S
+from asyncckpt.options import SAVE_DEADLINE_S, RankOptions
 from asyncckpt.saver import Saver
 
 __all__ = ["ROOT", "AsyncCheckpointIO", "check_no_url", "checkpoint_file"]
@@ -161,7 +161,7 @@ class _Saving:
         self._temporary = path if os.path.isdir(path) else os.path.join(folder, f".{name}.saving")
         self._named = threading.Event()
         self._error: OSError | None = None
-        self._saver = Saver(0, 1, path=self._temporary, tensors=state, **options)
+        self._saver = Saver(path=self._temporary, tensors=state, **{"ranks": RankOptions(alone=True), **options})
         try:
             self._future = self._saver.save_async(metadata=_MADE_HERE)
         except BaseException:

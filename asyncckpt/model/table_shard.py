@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from fractions import Fraction
 from typing import TypeAlias, TypeGuard
 
 Shard: TypeAlias = tuple[int, int] | tuple[int, int, int]
@@ -43,3 +45,31 @@ def may_share_ids(one: Shard, other: Shard) -> bool:
     common = math.gcd(size, other_size)
     ahead, behind = (other_begin - begin) % common, (begin - other_begin) % common
     return ahead < end - begin or behind < other_end - other_begin
+
+
+def is_part(shard: Shard) -> bool:
+    """Return whether some ids are not in a shard."""
+    begin, end, size = buckets_of(shard)
+    return end - begin < size
+
+
+def make_up(shards: Iterable[Shard], wanted: Shard = (0, 1)) -> bool:
+    """Return whether shards, of which no two have an id in common, hold all ids of the wanted one together.
+
+    (0, 1) says nothing of the ids, so it may be all of them, beside others too.
+    """
+    different = {buckets_of(shard) for shard in shards}
+    return sum(_share(shard, wanted) for shard in different) >= _share(wanted, wanted)
+
+
+def _share(one: Shard, other: Shard) -> Fraction:
+    """Return which share of all ids is in both: of all pairs of their buckets, those that have ids in common."""
+    (begin, end, size), (other_begin, other_end, other_size) = buckets_of(one), buckets_of(other)
+    common = math.gcd(size, other_size)
+    rounds, left = divmod(end - begin, common)
+    other_rounds, other_left = divmod(other_end - other_begin, common)
+    # A round through all remainders meets each bucket of the other once. What is left are two arcs of a circle.
+    ahead = (other_begin - begin) % common
+    met = max(0, min(left, ahead + other_left) - ahead) + max(0, min(left, ahead + other_left - common))
+    pairs = rounds * (other_end - other_begin) + left * other_rounds + met
+    return Fraction(pairs, math.lcm(size, other_size))

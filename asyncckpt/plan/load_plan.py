@@ -20,7 +20,7 @@ from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Path, path_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
-from asyncckpt.model.table_shard import Shard, may_share_ids
+from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
 from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_info import LoadFilter, Loads, Offer
@@ -256,6 +256,7 @@ class _Match:
         schema = table.schema()
         chosen: list[tuple[StoredShard, tuple[str, ...]]] = []
         passed_over: list[StoredShard] = []
+        held: list[Shard] = []
         for source, columns in sources.items():
             stored = self._contents.tables.get(source)
             if stored is None:
@@ -270,10 +271,14 @@ class _Match:
                     chosen.append((shard, tuple(columns)))
                 else:
                     passed_over.append(shard)
+            held += [shard.shard for shard in stored.shards]
             absent = [c.name for c in schema.columns if c.name not in {*stored.columns, *columns}]
             if self._strict and absent:
                 self.problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
             self.absent |= dict.fromkeys(f"{name}@{column}" for column in absent)
+        if self._strict and held and not make_up(held, table.shard):
+            only = ", ".join(map(described, held[:8]))
+            self.problems.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {only}")
         return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
 
     def _check_column(self, table: str, column: str, stored: StoredTable, wanted: Column | None) -> None:

@@ -160,7 +160,7 @@ class PlanCache:
         kept = self._kept.get(choice)
         if kept is None or key != kept.key or not kept.plan.fits(flat.held):
             if self._ranks_count == 1:
-                _check_all_here(flat)
+                check_all_here(flat)
             plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares, classes)
             self._kept[choice] = kept = _KeptPlan(key, plan)
             self.plans_made_count += 1
@@ -275,7 +275,7 @@ def _dense_specs(flat: FlatState, names: Sequence[str], left_out: Collection[int
         more += max(0, len(sharded.pieces) - 1)
 
 
-def _check_all_here(flat: FlatState) -> None:
+def check_all_here(flat: FlatState) -> None:
     """Raise UsageError when a leaf is spread over ranks, of which there is one, or its pieces do not make it up."""
     paths = [path for path, node in leaves(flat.tree) if node is not VALUE] if flat.sharded else []
     for leaf, sharded in flat.sharded.items():
@@ -287,5 +287,6 @@ def _check_all_here(flat: FlatState) -> None:
                 f"tensor {name!r} is not here in full, or twice in part, and this rank saves alone",
                 found=spans[:8],
                 expected=sharded.whole_shape,
-                hint="make the Saver on every rank, with its shard_index and shard_num, or with a process_group",
+                hint="make the Saver on every rank, with RankOptions(process_group=torch.distributed.group.WORLD) or "
+                "with shard_index and shard_num; RankOptions(alone=True) is for what is here in full",
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncckpt.errors import NotFoundError
 from asyncckpt.model.own_rank import own_rank
-from asyncckpt.options import PEER_DEADLINE_S, Durability
+from asyncckpt.options import PEER_DEADLINE_S, Durability, RankOptions
 from asyncckpt.saver import Saver
 from asyncckpt.signals import uninterrupted
 from asyncckpt.strategies.backend import (
@@ -65,7 +65,9 @@ class CommonSave(SaveCommonStrategy):
             return
         state = {COMMON: pack(common_state_dict)}
         path = writing_path(checkpoint_dir, COMMON_DIR)
-        with Saver(path=path, tensors=state, keep=1, on_busy="wait", durability=self._durability) as saver:
+        with Saver(
+            path=path, tensors=state, keep=1, on_busy="wait", durability=self._durability, ranks=RankOptions(alone=True)
+        ) as saver:
             saver.save()
 
     @uninterrupted

@@ -29,6 +29,7 @@ from asyncckpt.tables.embedding import HashEmbedding, HashEmbeddingBag
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.jagged_batch import feature_of, joined_offsets, joined_weights
 from asyncckpt.tables.multi_level import MultiLevelTable
+from asyncckpt.tables.noted_tables import note_tables
 from asyncckpt.tables.row_device import sent
 from asyncckpt.tables.slots import SlotSpec
 
@@ -154,6 +155,10 @@ class EmbCacheCollection(nn.Module):
             saved[name] = table
             saved.update({f"{name}.{suffix}": companion for suffix, companion in table.companions().items()})
         return saved
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_tables(destination, prefix, self.tables())
 
     @property
     def step(self) -> int | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol, SupportsIndex, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from asyncckpt.tables.gradients import PendingGradients
 from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.ids import IdsLike, RowsLike, flat_ids
 from asyncckpt.tables.initializer import Initializer
+from asyncckpt.tables.noted_tables import note_tables
 from asyncckpt.tables.row_device import sent, spread
 from asyncckpt.tables.row_values import RowValues
 from asyncckpt.tables.slots import SlotSpec
@@ -121,6 +122,10 @@ class HashEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.table)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_tables(destination, prefix, {"": self.table})
 
     @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

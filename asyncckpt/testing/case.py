@@ -16,6 +16,7 @@ from asyncckpt.checkpoints import describe
 from asyncckpt.loader import Loader
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Role, Table
+from asyncckpt.options import RankOptions
 from asyncckpt.saver import Saver
 from asyncckpt.testing.image import Contents, Image, raw_rows
 
@@ -112,6 +113,7 @@ class TableCase:
 
 def saver(table: Table, path: Path, **options: Any) -> Saver:
     """Return a Saver of one table, without fsync: power does not fail in these tests."""
+    options = {"ranks": RankOptions(alone=True), **options}  # Parts of tables are saved one by one.
     return Saver(path=path, hashtables={NAME: table}, durability="none", **options)
 
 

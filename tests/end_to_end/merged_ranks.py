@@ -26,6 +26,7 @@ from tests.chains.written import Written
 
 # What a rank writes of a block of its own: another spec, or None for nothing.
 Change = Callable[[int, BlockSpec], BlockSpec | None]
+ALONE = asyncckpt.RankOptions(alone=True)  # Each its part.
 # (begin, whole shape) of what a rank's tensor of a name is a box of.
 Boxes = Mapping[tuple[int, str], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -60,7 +61,9 @@ def save_each(
     """Save the state of every rank as step 1, and return the directory of the checkpoint that they make together."""
     for rank, state in enumerate(states):
         own = tables[rank] if tables else {}
-        with asyncckpt.Saver(path=path / f"{rank}", hashtables=own, tensors=state, durability="none") as saver:
+        with asyncckpt.Saver(
+            path=path / f"{rank}", hashtables=own, tensors=state, durability="none", ranks=ALONE
+        ) as saver:
             saver.save(1)
     (path / "all").mkdir()
     merge(path / "all", 1, [path / f"{rank}" for rank in range(len(states))], change=change)

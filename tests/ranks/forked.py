@@ -21,7 +21,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # torch asks for the names of both ends of every connection; a name server that loses a question costs this much.
 NAME_SERVER_PATIENCE = "timeout:1 attempts:1"
 RUN_S_MAX = 90.0
-PRELOADED = [f"tests.ranks.{name}" for name in ("schedule_rank", "job_ranks", "table_ranks", "random_jobs")]
+PRELOADED = [
+    f"tests.ranks.{name}" for name in ("schedule_rank", "job_ranks", "table_ranks", "random_jobs", "partial_tables")
+]
 
 
 def fork_server() -> Any:

@@ -22,9 +22,13 @@ from asyncckpt.errors import ConflictError, CorruptError, UsageError
 from asyncckpt.format.strict_json import Json
 from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN, CountsIds, HoldsRange, IdsHeld, OwnsIds, Table, TableCut
-from asyncckpt.model.table_shard import buckets_of, described, may_share_ids
+from asyncckpt.model.table_shard import buckets_of, described, is_part, make_up, may_share_ids
 from asyncckpt.tables.ids import ids_held
 
+TOGETHER_HINT = (
+    "make the Saver on every rank, with ranks=RankOptions(process_group=torch.distributed.group.WORLD), or with "
+    "shard_index and shard_num"
+)
 REPLICA_HINT = "a table of which every rank has rows of its own is a shard: shard=(rank, ranks_count)"
 
 
@@ -97,9 +101,14 @@ def held_by(table: Table, cut: TableCut | None) -> IdsHeld:
         cut.end(False)
 
 
-def check_said(tables: Mapping[str, Table], *, index: int, count: int) -> None:
-    """Raise UsageError, where `count` ranks save together, for tables that do not say what this one holds of them."""
+def check_said(tables: Mapping[str, Table], *, index: int, count: int, may_be_parts: bool = False) -> None:
+    """Raise UsageError, where `count` ranks save together, for tables that do not say what this one holds of them.
+
+    A rank that saves alone must hold all of each, unless may_be_parts: its caller has said that it does so knowingly.
+    """
     if count == 1:
+        for name, table in tables.items():
+            _check_all_here(name, table, may_be_parts=may_be_parts)
         return
     silent = [name for name, table in tables.items() if not _says_what_it_is(table)]
     if silent:
@@ -120,14 +129,29 @@ def check_said(tables: Mapping[str, Table], *, index: int, count: int) -> None:
             )
 
 
+def _check_all_here(name: str, table: Table, *, may_be_parts: bool) -> None:
+    of_rows = isinstance(table, HoldsRange) and not is_whole(table)
+    if of_rows or (is_part(table.shard) and not may_be_parts):
+        raise UsageError(
+            f"table {name!r} is a part, and this rank saves alone: nobody would save the rest",
+            found=str(slice_of(table)),
+            # Nothing in a checkpoint says which range of rows is there, so no load could find that some are missing.
+            hint=TOGETHER_HINT if of_rows else f"{TOGETHER_HINT}; with RankOptions(alone=True) it is saved as a part",
+        )
+
+
 def _says_what_it_is(table: Table) -> bool:
     return table.shard != (0, 1) or is_replicated(table) or isinstance(table, (HoldsRange, OwnsIds))
 
 
-def check_slices(by_rank: Sequence[Mapping[str, TableSlice]], whole: Sequence[set[str]]) -> None:
-    """Raise ConflictError when two ranks may hold the same id of a table, or one of them a replica, the other a slice.
+def check_slices(
+    by_rank: Sequence[Mapping[str, TableSlice]], whole: Sequence[set[str]], *, are_all: bool = True
+) -> None:
+    """Raise ConflictError when two ranks may hold the same id of a table, or none of them some ids, or one of them a
+    replica, the other a slice.
 
     by_rank, whole: of every rank, the slices of tables that are spread, and the names of those that it holds in full.
+    are_all: all ranks are there, so what none of them holds is nowhere.
     """
     holders: dict[str, list[tuple[TableSlice, int]]] = {}
     for rank, slices in enumerate(by_rank):
@@ -150,6 +174,13 @@ def check_slices(by_rank: Sequence[Mapping[str, TableSlice]], whole: Sequence[se
                 f"table {name!r}: ranks {first} and {second} hold the same ids",
                 found=sorted({str(one), str(other)}),
                 hint="give every rank a shard of its own, or save from ranks that hold each slice once",
+            )
+        shards = {(own.first, own.end, own.modulus): rank for own, rank in held if own.modulus}
+        if are_all and shards and not make_up(shards):
+            raise ConflictError(
+                f"table {name!r}: some ids are on no rank, so a part of it would be saved as the whole",
+                found={f"rank {rank}": str(own) for own, rank in held[:8]},
+                hint="every id belongs to one rank: shard=(rank, ranks_count), or slices that make up all buckets",
             )
 
 

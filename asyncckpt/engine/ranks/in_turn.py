@@ -170,7 +170,8 @@ class StepInTurn:
         """Raise ConflictError when this rank holds other replicas than those before it, or the same ids."""
         parts = self.parts.items()
         by_rank = {rank: held, **{number: part.held for number, part in parts}}
-        Decisions().decide([by_rank.get(n, _NOTHING_HELD) for n in range(self.ranks_count)], {}, is_same=False)
+        listed = [by_rank.get(n, _NOTHING_HELD) for n in range(self.ranks_count)]
+        Decisions().decide(listed, {}, is_same=False, are_all=len(by_rank) == self.ranks_count)
         check_ids_held({**{number: part.ids_held for number, part in parts}, rank: ids_held})
         check_contents({**{number: part.contents for number, part in parts}, rank: contents})
 

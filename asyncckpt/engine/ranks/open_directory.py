@@ -6,6 +6,7 @@ has, or hear why it could not.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from asyncckpt.coordination.file_channel import open_file_channel
 from asyncckpt.coordination.messages import Limits, cause_of
 from asyncckpt.coordination.store_channel import StoreChannel, open_store_channel
 from asyncckpt.engine.process.log import log_warning
+from asyncckpt.engine.ranks.meeting import Meeting, meet
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.engine.ranks.saver_ranks import Ranks, announce_failed
 from asyncckpt.errors import CheckpointError, DeadlineError, NotFoundError, PeerError, UnsupportedError, UsageError
@@ -29,6 +31,7 @@ from asyncckpt.model.own_rank import own_rank, rank_in_group
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import RankOptions
 from asyncckpt.signals import uninterrupted
+from asyncckpt.storage.folder import check_place
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 from asyncckpt.storage.owner_lock import OwnerLock
 
@@ -37,6 +40,15 @@ POLL_S = 0.05
 STORE_LIMITS = StoreLimits()
 # The call under which ranks talk before their first save.
 OPENING = 0
+
+
+@dataclass(frozen=True)
+class OwnShard:
+    """Which rank this is of those that save together. met: where the others did not come, see meeting.py."""
+
+    index: int
+    count: int
+    met: Meeting | None = None
 
 
 class _Place(NamedTuple):
@@ -50,13 +62,14 @@ class _Place(NamedTuple):
 class Opened:
     """An open directory. lock: of the rank that holds it. ranks: None for a rank that saves alone.
 
-    owned: closed with the directory; None for ranks that save to other directories too.
+    owned: closed with the directory; None for ranks that save to other directories too. met: ended with it.
     """
 
     root: WriteRoot
     lock: OwnerLock | None = None
     ranks: Ranks | None = None
     owned: Channel | None = None
+    met: Meeting | None = None
 
     def close(self) -> None:
         """Let other processes have the directory."""
@@ -65,18 +78,41 @@ class Opened:
         if self.lock is not None:
             self.lock.release()
         self.root.close()
+        if self.met is not None:
+            self.met.end()
 
 
-def which_shard(shard_index: int, shard_num: int, process_group: Any) -> tuple[int, int]:
-    """Return (index, count) of this rank: as given, or those of the process group. UsageError when the two disagree."""
+def which_shard(shard_index: int, shard_num: int, path: str | os.PathLike[str], options: RankOptions) -> OwnShard:
+    """Return which rank this is: as given, or in the process group.
+
+    Where nothing is given, and torch.distributed has several ranks, it waits for them: either all have come and save
+    together, or this one saves alone (meeting.py). UsageError when what is given disagrees, ConflictError when it has
+    come too late.
+    """
+    process_group = options.process_group
     if process_group is None:
-        check_int("shard_num", shard_num, at_least=1, at_most=limits.RANKS_MAX)
+        check_int("shard_num", shard_num, at_least=1, at_most=limits.RANKS_MAX if not options.alone else 1)
         check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
-        return shard_index, shard_num
+        met = meet(check_place(path)) if shard_num == 1 and not (options.alone or options.in_turn) else None
+        if met is not None and met.is_complete:
+            return OwnShard(met.rank, met.ranks_count)
+        return OwnShard(shard_index, shard_num, met)
     if isinstance(process_group, Ranks):
-        return process_group.rank, process_group.ranks_count
+        return OwnShard(process_group.rank, process_group.ranks_count)
     index, count = (None, None) if (shard_index, shard_num) == (0, 1) else (shard_index, shard_num)
-    return own_rank(index, count, process_group, names=("shard_index", "shard_num"))
+    return OwnShard(*own_rank(index, count, process_group, names=("shard_index", "shard_num")))
+
+
+def which_of_all(path: str | os.PathLike[str], options: RankOptions) -> tuple[int, int]:
+    """Return (rank, number of ranks) of one that saves with all ranks there are, unless it says that it is alone.
+
+    Warns where it is said nowhere, and the others are not there within some seconds.
+    """
+    if options.alone:
+        return 0, 1
+    if options.process_group is None:
+        meet(check_place(path), closes=False, what="Checkpointer")
+    return own_rank(None, None, options.process_group)
 
 
 def open_ranks(process_group: Any, *, peer_deadline_s: float) -> Ranks:
@@ -103,17 +139,19 @@ def leave_out_opening(ranks: Ranks, error: BaseException) -> None:
     announce_failed(ranks, ranks.next_call(), error)
 
 
-def announce_refused(error: BaseException, *, index: int, count: int, options: RankOptions) -> None:
+def announce_refused(error: BaseException, own: OwnShard, options: RankOptions) -> None:
     """Let the other ranks of a process group hear that this one is refused before it opens the directory.
 
     They open it with this rank, or save with it, so they would wait for it; and the meetings of a group are numbered.
     """
     process_group, wait_s = options.process_group, min(SILENCE_S_MAX, float(options.peer_deadline))
+    if own.met is not None:
+        own.met.end()
     if (
         options.in_turn
-        or count == 1
+        or own.count == 1
         or isinstance(process_group, Ranks)
-        or _meets_over_files(process_group, index, count)
+        or _meets_over_files(process_group, own.index, own.count)
     ):
         return
     with suppress(CheckpointError):
@@ -139,10 +177,16 @@ def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
     return Ranks(channel=channel, limits=waits, replicas=Replicas(channel.rank, channel.ranks_count))
 
 
-def open_directory(path: Place, *, index: int, count: int, options: RankOptions, exact_modes: bool) -> Opened:
-    """Open it as rank `index` of `count`. Ranks wait for each other at most the peer_deadline: PeerError."""
+def open_directory(path: Place, own: OwnShard, *, options: RankOptions, exact_modes: bool) -> Opened:
+    """Open it as this rank. Ranks wait for each other at most the peer_deadline: PeerError."""
+    index, count, met = own.index, own.count, own.met
     if count == 1:
-        return open_alone(path, exact_modes=exact_modes)
+        try:
+            return replace(open_alone(path, exact_modes=exact_modes), met=met)
+        except BaseException:
+            if met is not None:
+                met.end()
+            raise
     process_group, peer_deadline_s = options.process_group, float(options.peer_deadline)
     if isinstance(path, StoreUrl):
         _check_not_over_files(path, process_group, index=index, count=count, in_turn=options.in_turn)

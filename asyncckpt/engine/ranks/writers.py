@@ -71,13 +71,16 @@ class Decisions:
         """Return what a rank has that captured its share by an agreement. ConflictError when nobody knows that."""
         return self._known(rank, agreement).held[rank]
 
-    def decide(self, held: Sequence[Held], captured_by: Mapping[int, str], *, is_same: bool) -> Decision:
+    def decide(
+        self, held: Sequence[Held], captured_by: Mapping[int, str], *, is_same: bool, are_all: bool = True
+    ) -> Decision:
         """Decide by what each rank has captured: everything, or (captured_by) its share by an agreement.
 
+        are_all: what every rank holds is known.
         is_same: they hold the same, and have captured it. ConflictError when ranks contradict each other, or when a
         rank has left out what another one, which was to write it, has no longer.
         """
-        check_slices([one.slices for one in held], [_tables_of(one) for one in held])
+        check_slices([one.slices for one in held], [_tables_of(one) for one in held], are_all=are_all)
         if is_same:
             return Decision(same_owners(held[0].items, len(held)), held, is_same=True)
         owners = different_owners([item.items for item in held])

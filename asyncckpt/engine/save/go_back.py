@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from asyncckpt.commit.discover import committed_steps, read_head
 from asyncckpt.commit.doubt import forget_after
+from asyncckpt.commit.foreign import check_may_begin
 from asyncckpt.commit.retention import remove_steps
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.save.save_job import SaveTarget
@@ -30,8 +31,11 @@ def choose_step(target: SaveTarget, step: int | None, *, discard_newer: bool) ->
         steps = committed_steps(there)
     path = str(root.path)
     url = path if is_there else None  # The directory may have another path on another rank.
+    if step is None and not steps:
+        check_may_begin(target.root.root)
+        return None
     if step is None:
-        return [steps[-1], url] if steps else None
+        return [steps[-1], url]
     if step not in steps:
         read_head(root, step)  # It says what there is.
     newer = [other for other in steps if other > step]

@@ -24,6 +24,7 @@ from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Fields, loads
 from asyncckpt.formats.data_files import DataFiles, FileArray, array_of
 from asyncckpt.formats.recis.names import (
+    ARRAYS_FILE,
     INDEX_FILE,
     TENSOR_KEYS_FILE,
     BlockName,
@@ -126,6 +127,12 @@ class RecisDirectory:
     @property
     def rows_count(self) -> int:
         return sum(part.rows_count for parts in self.tables.values() for part in parts)
+
+    @property
+    def other_files(self) -> list[str]:
+        """What is in the folder beside the checkpoint, as RecIS' trainer leaves `model.pt` there: not opened here."""
+        own = {INDEX_FILE, TENSOR_KEYS_FILE, ARRAYS_FILE, *self.files.names}
+        return sorted(name for name in self.folder.names() if name not in own and not name.startswith("."))
 
     @property
     def bytes(self) -> int:

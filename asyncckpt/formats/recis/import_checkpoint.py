@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from asyncckpt.errors import warn
 from asyncckpt.formats.commit_import import Importable, blocks_of, run_import
 from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.recis.directory import RecisDirectory
@@ -42,11 +43,15 @@ def import_checkpoint(
 
     Nothing is committed when an error is raised: NotFoundError, CorruptError, UnsupportedError, UsageError,
     ConflictError for a step that exists or a directory that another process writes to, IndeterminateError,
-    IOFailedError. Waits while a save or load of this process is in flight. Takes 300 MiB, and 16 bytes for each row of
-    the largest shard of a table.
+    IOFailedError. Warns of files beside the checkpoint, which are left out, as `model.pt` of RecIS' trainer. Waits
+    while a save or load of this process is in flight. Takes 300 MiB, and 16 bytes for each row of the largest shard of
+    a table.
     """
     asked = Conversion.of(recis_dir, path, step, durability=durability, parallel=parallel, verify=verify)
-    return run_import(asked, open_import(asked, columns=columns))[0]
+    result, facts = run_import(asked, open_import(asked, columns=columns))
+    if left_out := facts["left_out_files"]:
+        warn(f"asyncckpt: files beside the checkpoint of RecIS are left out: {left_out}", RuntimeWarning)
+    return result
 
 
 @contextmanager
@@ -60,6 +65,7 @@ def open_import(asked: Conversion, *, columns: Columns | None = None) -> Iterato
             "tensors": len(directory.dense),
             "shards": max((len(parts) for parts in directory.tables.values()), default=1),
             "bytes": directory.bytes,
+            "left_out_files": directory.other_files,
         }
         step = step_of(asked.foreign) if asked.step is None else asked.step
         reader = RecisReader(directory, chain, threads=READ_THREADS, progress=Progress())

@@ -11,6 +11,7 @@ from asyncckpt.adapters import dense_state_of, tables_of
 from asyncckpt.adapters.dense_state import MODULE_PART
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.tables.noted_tables import GIVE_MODULE, check_not_copied, noted_tables
 
 
 def split_sparse_dense_state_dict(
@@ -18,9 +19,10 @@ def split_sparse_dense_state_dict(
 ) -> tuple[dict[str, Table], dict[str, Any]]:
     """Split a state into tables and the rest, by name: the `hashtables` and `tensors` of a Saver or a Loader.
 
-    state: a mapping with tables among its values, which stays as it is (RecIS takes them out of it); or a module, whose
-    `state_dict()` has no tables here, unlike in RecIS. Its tensors are the live ones. Raises UsageError, and
-    UnsupportedError for a module whose state is more than tables and tensors by name.
+    state: a mapping with tables among its values, which stays as it is (RecIS takes them out of it); or a module, or
+    its `state_dict()`, which does not hold the tables here, unlike in RecIS, but knows of them. A copy of it does not:
+    it is refused where a module of this process has tables. Tensors of a module are the live ones. Raises UsageError,
+    and UnsupportedError for a module whose state is more than tables and tensors by name.
     """
     if isinstance(state, torch.nn.Module):
         tables, parts = tables_of(state), dense_state_of(state).state_dict()
@@ -32,4 +34,11 @@ def split_sparse_dense_state_dict(
     if not isinstance(state, Mapping):
         raise UsageError("state is neither a mapping nor a module", found=type(state).__name__)
     tables = {name: value for name, value in state.items() if isinstance(value, Table)}
+    for name, noted in noted_tables(state).items():
+        if name in state or not isinstance(noted, Table):
+            what = f"the table {name!r} of a state_dict() cannot be taken from it"
+            raise UsageError(what, found="an entry of its name" if name in state else noted, hint=GIVE_MODULE)
+        tables[name] = noted
+    if not tables:
+        check_not_copied(state)
     return tables, {name: value for name, value in state.items() if name not in tables}

@@ -17,7 +17,7 @@ from asyncckpt.format.tree import encode_tree, tensor_names
 from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.torch_file.archive import check_storages, check_sums, read_archive
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, Durability
+from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, Durability, RankOptions
 from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.rename import Names
 from asyncckpt.plan.state import FlatState, flatten
@@ -86,7 +86,10 @@ def run_import(asked: Conversion) -> SaveResult:
             check_sums(asked.foreign, f"file {str(asked.foreign)!r}")
     asked.expect(sum(tensor.nbytes for tensor in found.flat.tensors))
     durability, parallel = asked.options.durability, asked.options.parallel
-    with Saver(path=str(asked.target), tensors=found.state, durability=durability, parallel=parallel) as saver:
+    ranks = RankOptions(alone=True)
+    with Saver(
+        path=str(asked.target), tensors=found.state, durability=durability, parallel=parallel, ranks=ranks
+    ) as saver:
         busy, progress = BusyPolicy("wait"), asked.progress
         saving = start_save(
             saver._target, step=asked.step, kind="full", metadata=None, busy=busy, staged=False, progress=progress

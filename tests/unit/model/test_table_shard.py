@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.model.owned_ids import owned_mask
-from asyncckpt.model.table_shard import Shard, buckets_of, described, is_shard, may_share_ids, slice_info
+from asyncckpt.model.table_shard import (
+    Shard,
+    buckets_of,
+    described,
+    is_part,
+    is_shard,
+    make_up,
+    may_share_ids,
+    slice_info,
+)
 
 pytestmark = pytest.mark.any_core
 
@@ -58,3 +67,18 @@ def test_what_is_no_shard(value: Any) -> None:
 )
 def test_what_holds_no_ids(value: Any) -> None:
     assert not is_shard(value)
+
+
+@given(st.lists(shards(st.integers(1, 8)), max_size=4), shards(st.integers(1, 8)))
+def test_shards_that_make_up_another(listed: list[Shard], wanted: Shard) -> None:
+    ids = np.arange(840)
+    held: list[np.ndarray[Any, Any]] = []
+    for shard in listed:  # No two with an id in common.
+        own = owned_mask(ids, shard=shard)
+        if not any((own & other).any() for other in held):
+            held.append(own)
+    apart = [shard for shard in listed if any((owned_mask(ids, shard=shard) == own).all() for own in held)]
+    missing = owned_mask(ids, shard=wanted) & ~np.logical_or.reduce([np.zeros(len(ids), dtype=bool), *held])
+    apart = list({owned_mask(ids, shard=shard).tobytes(): shard for shard in apart}.values())
+    assert make_up(apart, wanted) == (not missing.any())
+    assert is_part(wanted) == (not owned_mask(ids, shard=wanted).all())

@@ -70,7 +70,8 @@ def test_what_tables_say() -> None:
 def test_who_says_nothing_is_refused_by_name() -> None:
     levels = MultiLevelTable("m", 4, cache_rows=4, admit_after=2)
     tables = {"a": HashTable("a", 4), "b": HashTable("b", 4, shard=(2, 4)), "m": levels, **levels.companions()}
-    check_said(tables, index=0, count=1)
+    whole = {name: table for name, table in tables.items() if name != "b"}
+    check_said(whole, index=0, count=1)
     with pytest.raises(UsageError, match=r"tables 'a', 'm', 'candidates' do not say.*shard=\(2, 4\).*replicated=True"):
         check_said(tables, index=2, count=4)
     with pytest.raises(UsageError, match=r"table 'b' has the shard of another rank.*\(2, 4\).*\(1, 4\)"):
@@ -80,6 +81,17 @@ def test_who_says_nothing_is_refused_by_name() -> None:
     said = {"r": HashTable("r", 4, replicated=True), "s": tables["b"], "f": fixed(), "o": RuledTable("o", 4)}
     check_said({**said, "m": levels, **levels.companions()}, index=2, count=4)
     check_said({"b": tables["b"]}, index=0, count=8)  # Of a table over some of the ranks.
+
+
+def test_a_part_is_refused_where_nobody_holds_the_rest() -> None:
+    part = {"b": HashTable("b", 4, shard=(2, 4))}
+    with pytest.raises(UsageError, match=r"'b' is a part.*'shard 2 of 4'.*process_group=.*alone=True"):
+        check_said(part, index=0, count=1)
+    check_said(part, index=0, count=1, may_be_parts=True)
+    check_said({"b": HashTable("b", 4, shard=(0, 16, 16))}, index=0, count=1)
+    for may_be_parts in (False, True):
+        with pytest.raises(UsageError, match=r"'f' is a part.*'rows 10 to 20'"):
+            check_said({"f": fixed(first_id=10)}, index=0, count=1, may_be_parts=may_be_parts)
 
 
 def test_a_table_is_no_shard_and_replica_in_one() -> None:
@@ -105,10 +117,10 @@ def test_parts_with_an_id_in_common_are_a_conflict(slices: list[tuple[int, int, 
     ids = range(840)  # Divisible by all of the moduli.
     owned = [{id for id in ids if part.first <= id % part.modulus < part.end} for part in parts]
     is_apart = sum(map(len, owned)) == len(set().union(*owned))
-    if is_apart:
+    if is_apart and len(set().union(*owned)) == len(ids):
         check_slices([{"t": part} for part in parts], [set()] * len(parts))
     else:
-        with pytest.raises(ConflictError, match="hold the same ids"):
+        with pytest.raises(ConflictError, match="some ids are on no rank" if is_apart else "hold the same ids"):
             check_slices([{"t": part} for part in parts], [set()] * len(parts))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncckpt.engine.ranks.open_directory import _ranks_over, open_directory
+from asyncckpt.engine.ranks.open_directory import OwnShard, _ranks_over, open_directory
 from asyncckpt.errors import IOFailedError
 from asyncckpt.options import RankOptions
 from bench.memory_channel import MemoryExchange
@@ -24,5 +24,5 @@ def test_rank_0_gives_the_directory_back_when_the_others_cannot_be_reached(
     monkeypatch.setattr(channel, "put", put)
     ranks = RankOptions(_ranks_over(channel, 1.0))
     with pytest.raises(IOFailedError, match="channel of rank 0"):
-        open_directory(tmp_path, index=0, count=2, options=ranks, exact_modes=False)
-    open_directory(tmp_path, index=0, count=1, options=RankOptions(), exact_modes=False).close()
+        open_directory(tmp_path, OwnShard(0, 2), options=ranks, exact_modes=False)
+    open_directory(tmp_path, OwnShard(0, 1), options=RankOptions(), exact_modes=False).close()
