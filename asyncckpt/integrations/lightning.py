@@ -6,9 +6,9 @@
     trainer.fit(model, ckpt_path="last")  # Begins anew where there is nothing to resume.
 
 `AsyncCheckpoint` saves through a Checkpointer. What is saved is Lightning's own checkpoint, a dict with the states of
-model, optimizers, schedulers, loops and callbacks, and with the random numbers of every rank. A step counts as ended
-behind its batch, or behind the validation that follows it. SIGTERM is taken then: the step is saved, and the signal
-goes on to Lightning, which ends the run.
+model, optimizers, schedulers, loops and callbacks, and with the random numbers of every rank. A step has ended when its
+weights are whole; a validation or an end of the epoch that comes after it is run by the resumed fit, unless it is saved
+after that. SIGTERM is taken then: the step is saved, and the signal goes on to Lightning, which ends the run.
 
 `AsyncCheckpointIO` is what Trainer(plugins=...) and Fabric(plugins=...) take: every path that others choose, such as
 ModelCheckpoint's, becomes a checkpoint directory.
@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,13 @@ from asyncckpt.errors import CheckpointError, UsageError, warn
 from asyncckpt.format.names import MANIFESTS_DIR
 from asyncckpt.integrations.lightning_io import ROOT, AsyncCheckpointIO, check_no_url, check_plain, checkpoint_file
 from asyncckpt.integrations.lightning_loops import (
+    NotedStep,
     after_epoch,
     before_epoch_end,
     before_first_batch,
     before_validation,
     copied,
+    norms_of,
     set_resumed,
 )
 from asyncckpt.integrations.needed import needed
@@ -86,7 +87,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self.best_model_score: float | None = None
         self._every, self._keep, self._checkpointing = every_n_train_steps, keep, dict(checkpointing or {})
         self._checkpointer: Checkpointer | None = None
-        self._noted: _Noted | None = None
+        self._noted: NotedStep | None = None
         self._begun_step = 0
         self._rng: Mapping[str, Any] | None = None
         self._positions: list[Any] = []
@@ -166,10 +167,6 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         # At the end of training the others may put averages in the place of the weights.
         trainer.callbacks = [_BeforeOthers(self), *trainer.callbacks]
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._noted is not None and self._noted.step == trainer.global_step:
-            self._noted.rng = RngState().state_dict()
-
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._rng is not None and (batch_idx > 0 or trainer.fit_loop.restarted_mid_epoch):
             RngState().load_state_dict(self._rng)  # In the middle of an epoch, making its iterator again has drawn.
@@ -177,13 +174,10 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         noted = self._noted
         if noted is None or noted.step != trainer.global_step:
             return
-        noted.callbacks = noted.norms = None
-        if noted.loops is not None and batch_idx == 0:
-            positions = noted.loops["state_dict"]  # Those of the loaders go ahead with each batch.
-            noted.loops = {**before_first_batch(trainer.fit_loop.state_dict()), "state_dict": positions}
-            noted.rng = RngState().state_dict()
-        elif noted.loops is not None:
-            noted.loops = noted.next_batch
+        if batch_idx == 0:
+            noted.go_on(before_first_batch, trainer)
+        else:
+            noted.begin_next_batch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._last_step:  # Else in the middle of accumulated gradients.
@@ -198,11 +192,9 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         noted = self._noted
-        if self._checkpointer is None or noted is None or trainer.global_step != noted.step:
-            return
-        noted.rng, noted.callbacks, noted.norms = RngState().state_dict(), None, None
-        if noted.loops is not None:
-            noted.loops = copied(trainer.fit_loop.state_dict())
+        if self._checkpointer is None or noted is None or not noted.is_followed:
+            return  # Before training, or in the middle of accumulated gradients.
+        noted.go_on(copied, trainer)
         if self.monitor is None or noted.is_told:
             return
         found = trainer.callback_metrics.get(self.monitor)
@@ -226,9 +218,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
             loop.epoch_loop.restarting = False  # It has not begun an iteration if only the end of the epoch was left.
             loop.epoch_loop.reset_restart_stage()
         if noted is not None and noted.step == trainer.global_step:
-            noted.rng, noted.callbacks, noted.norms = RngState().state_dict(), None, None
-            if noted.loops is not None:
-                noted.loops = after_epoch(loop.state_dict())
+            noted.go_on(after_epoch, trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end(trainer, None)
@@ -238,9 +228,10 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         if self._checkpointer is not None and trainer.world_size == 1:  # Of several ranks none saves after an error.
             if trainer.global_step != self._last_step and batches.processed == batches.ready:
                 self._note(trainer)  # What has failed came after the step.
-            self._tell(save=False)
+            if self.monitor is None:  # Else the validation that has failed chooses the best step.
+                self._tell(save=False)
             if not self._is_noted_state(trainer):
-                what = "the weights are not those of the last step any more, or half of the next, and were not saved"
+                what = "the error came where the weights, or what chooses the best step, were not those of a whole step"
                 warn(f"asyncckpt: {what}; {self.dirpath!r} holds what was saved before", RuntimeWarning)
                 self._checkpointer._periodic._forget_last()
         self._end(trainer, exception)
@@ -269,7 +260,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
     def _note(self, trainer: Any) -> None:
         """Note a step whose weights are whole, and that what comes after it has still to be done."""
-        noted = self._noted = _Noted(trainer.global_step, RngState().state_dict())
+        noted = self._noted = NotedStep(trainer.global_step, RngState().state_dict())
         validates = self._validates(trainer)
         fit_loop = trainer.fit_loop
         # What other loaders have to say of their positions may take longer than a step.
@@ -279,10 +270,11 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
                 noted.loops = before_validation(noted.next_batch)
             elif fit_loop.epoch_loop._num_ready_batches_reached():
                 noted.loops = before_epoch_end(noted.next_batch)
-        if noted.loops is not noted.next_batch:
+        noted.is_followed = validates or fit_loop.epoch_loop._num_ready_batches_reached()
+        if noted.is_followed:
             noted.callbacks = copied(call._call_callbacks_state_dict(trainer))
         if validates and trainer.world_size == 1:
-            noted.norms = _norms(trainer)
+            noted.norms = norms_of(trainer.lightning_module)
 
     def _tell(self, *, save: bool, score: float = math.nan) -> None:
         noted = self._noted
@@ -299,7 +291,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
             noted is None or noted.step != trainer.global_step
         ):  # With an optimizer of its own, a step has several parts.
             return trainer.global_step == self._last_step
-        return noted.norms is None or all(map(torch.equal, noted.norms, _norms(trainer)))
+        return noted.norms is None or all(map(torch.equal, noted.norms, norms_of(trainer.lightning_module)))
 
     def _put_noted(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Put what was noted at the end of the step into its checkpoint: the next may be under way."""
@@ -328,30 +320,6 @@ class _BeforeOthers(_callbacks.Callback):  # type: ignore[misc, name-defined]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._saving.on_train_end(trainer, pl_module)
-
-
-@dataclass
-class _Noted:
-    """What was so when a step had ended.
-
-    loops        where the fit goes on, if it is short
-    next_batch   the same for when the next batch has begun
-    callbacks    their states, before a validation or the end of an epoch changes them
-    norms        of the weights, before a validation in which others may stand in their place
-    """
-
-    step: int
-    rng: Mapping[str, Any]
-    loops: dict[str, Any] | None = None
-    next_batch: dict[str, Any] | None = None
-    callbacks: dict[str, Any] | None = None
-    norms: Sequence[torch.Tensor] | None = None
-    is_told: bool = False
-
-
-def _norms(trainer: Any) -> Sequence[torch.Tensor]:
-    with torch.no_grad():
-        return torch._foreach_norm([weights.detach() for weights in trainer.lightning_module.parameters()])
 
 
 class _Dumped:

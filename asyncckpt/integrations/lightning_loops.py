@@ -6,24 +6,30 @@ where the resumed fit goes on:
 
     at the end of a step        as they are: what comes next is the next batch
     before_validation           the validation after the step is run, then what follows it
-    before_epoch_end            the hooks at the end of the epoch are run: see `goes_on_at_epoch_end`
+    before_epoch_end            the hooks at the end of the epoch are run: see set_resumed
     after_epoch                 the next epoch begins
     before_first_batch          the epoch has begun, and none of its batches was trained
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_map
+
+from asyncckpt.trainer_state import RngState
 
 _BATCHES, _VALIDATION = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
 _STEPPED = "_batches_that_stepped"
 
 
-def copied(state: Any) -> Any:
+def copied(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state in containers of its own. Its tensors are not copied: some callbacks hold a whole model."""
-    return tree_map(lambda value: value, state)
+    found: dict[str, Any] = tree_map(lambda value: value, state)
+    return found
 
 
 def before_validation(loops: dict[str, Any]) -> dict[str, Any]:
@@ -63,6 +69,45 @@ def _with_completed_batch(loops: dict[str, Any]) -> dict[str, Any]:
     for counters in (found[_BATCHES]["total"], found[_BATCHES]["current"]):
         counters["completed"] = counters["processed"]
     return found
+
+
+@dataclass
+class NotedStep:
+    """What was so when a step had ended.
+
+    loops        where the fit goes on; None if the loaders have more to say of their positions than is short
+    next_batch   the same for when the next batch has begun
+    callbacks    their states, before a validation or the end of an epoch changes them
+    is_followed  whether a validation or the end of the epoch comes after it
+    is_told      whether it was said to the Checkpointer
+    norms        of the weights, before a validation in which others may stand in their place
+    """
+
+    step: int
+    rng: Mapping[str, Any]
+    loops: dict[str, Any] | None = None
+    next_batch: dict[str, Any] | None = None
+    callbacks: dict[str, Any] | None = None
+    norms: Sequence[torch.Tensor] | None = None
+    is_followed: bool = False
+    is_told: bool = False
+
+    def go_on(self, place: Callable[[dict[str, Any]], dict[str, Any]], trainer: Any) -> None:
+        """Note that something after the step has ended too. place: one of the functions above."""
+        self.rng, self.callbacks, self.norms = RngState().state_dict(), None, None
+        if self.loops is not None:
+            positions = {"state_dict": self.loops["state_dict"]} if place is before_first_batch else {}
+            # The loaders have gone ahead where a batch has begun.
+            self.loops = {**place(trainer.fit_loop.state_dict()), **positions}
+
+    def begin_next_batch(self) -> None:
+        self.loops, self.callbacks, self.norms, self.is_followed = self.next_batch, None, None, False
+
+
+def norms_of(module: torch.nn.Module) -> Sequence[torch.Tensor]:
+    """Return what tells whether weights are the same again, also if they were changed unseen, as by `.data`."""
+    with torch.no_grad():
+        return torch._foreach_norm([weights.detach() for weights in module.parameters()])
 
 
 def set_resumed(fit_loop: Any) -> None:
