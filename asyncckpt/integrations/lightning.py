@@ -224,16 +224,10 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self._end(trainer, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException, *_: Any, **__: Any) -> None:
-        batches = trainer.fit_loop.epoch_loop.batch_progress.total
-        if self._checkpointer is not None and trainer.world_size == 1:  # Of several ranks none saves after an error.
-            if trainer.global_step != self._last_step and batches.processed == batches.ready:
-                self._note(trainer)  # What has failed came after the step.
-            if self.monitor is None:  # Else the validation that has failed chooses the best step.
-                self._tell(save=False)
-            if not self._is_noted_state(trainer):
-                what = "the error came where the weights, or what chooses the best step, were not those of a whole step"
-                warn(f"asyncckpt: {what}; {self.dirpath!r} holds what was saved before", RuntimeWarning)
-                self._checkpointer._periodic._forget_last()
+        if self._checkpointer is not None and not self._is_noted_state(trainer):
+            what = "the error came where the weights, or what chooses the best step, were not those of a whole step"
+            warn(f"asyncckpt: {what}; {self.dirpath!r} holds what was saved before", RuntimeWarning)
+            self._checkpointer._periodic._forget_last()
         self._end(trainer, exception)
 
     def teardown(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -255,8 +249,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         return self._begun_step if self._noted is None else self._noted.step
 
     def _validates(self, trainer: Any) -> bool:
-        validates: bool = trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-        return validates
+        return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
 
     def _note(self, trainer: Any) -> None:
         """Note a step whose weights are whole, and that what comes after it has still to be done."""
@@ -287,10 +280,10 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
     def _is_noted_state(self, trainer: Any) -> bool:
         noted = self._noted
-        if (
-            noted is None or noted.step != trainer.global_step
-        ):  # With an optimizer of its own, a step has several parts.
-            return trainer.global_step == self._last_step
+        if noted is None:
+            return bool(trainer.global_step == self._begun_step)
+        if noted.step != trainer.global_step or not noted.is_told:
+            return False  # Other callbacks, or the validation, had not yet done their part of the step.
         return noted.norms is None or all(map(torch.equal, noted.norms, norms_of(trainer.lightning_module)))
 
     def _put_noted(self, trainer: Any, checkpoint: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Fits of a small model with one of Lightning's own callbacks, ended and resumed by ours and by Lightning's own saving.
 
-A run is a list of parts, each a fit that is ended by an error but the last. What a run has come to is compared: weights,
-optimizers, rates, steps, what each validation has measured, and the states of all callbacks.
+A run is a list of parts, each a fit that is ended by an error but the last. What it has come to is compared: weights,
+optimizers, rates, steps, what each validation has measured, and the state of the callback.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pkgutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,18 @@ from asyncckpt.integrations.lightning import AsyncCheckpoint, Batches
 from asyncckpt.trainer_state import ResumableSampler
 
 EPOCHS, BATCHES, EVERY = 3, 6, 4
+STEPS = EPOCHS * BATCHES
 NOT_COMPARED = (callbacks.Timer, callbacks.ModelCheckpoint)  # Times, and paths.
 
 
 class Net(pl.LightningModule):
     """Draws random numbers in each step, has a schedule, and notes what it was validated with."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.backbone = torch.nn.Linear(4, 8)
-        self.net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.net = torch.nn.Sequential(torch.nn.Dropout(dropout), torch.nn.Linear(8, 1))
         self.validated: list[tuple[int, float]] = []
         self.lr, self.batch_size = 1e-2, 4
 
@@ -85,6 +87,13 @@ class OwnSaving(callbacks.Checkpoint):
         self.files: dict[int, bytes] = {}
 
     def on_train_batch_end(self, running: pl.Trainer, *_: Any) -> None:
+        self._save(running)
+
+    def on_train_epoch_end(self, running: pl.Trainer, *_: Any) -> None:
+        if running.current_epoch == EPOCHS - 1:  # Ours saves the last step when the epoch has ended, if it is not due.
+            self._save(running)
+
+    def _save(self, running: pl.Trainer) -> None:
         file = io.BytesIO()
         torch.save(running._checkpoint_connector.dump_checkpoint(weights_only=False), file)
         self.files[running.global_step] = file.getvalue()
@@ -140,10 +149,15 @@ class Programs:
         self._folder, self._make = folder, make
 
     def fit(
-        self, run: Run, *last: callbacks.Callback, first: Sequence[callbacks.Callback] = (), path: object = None
+        self,
+        run: Run,
+        *last: callbacks.Callback,
+        first: Sequence[callbacks.Callback] = (),
+        path: object = None,
+        dropout: float = 0.5,
     ) -> BaseException | None:
         """Fit once; return what has ended it."""
-        module, callback, found = Net(), self._make(), None
+        module, callback, found = Net(dropout), self._make(), None
         running = pl.Trainer(
             default_root_dir=self._folder,
             callbacks=[*first, callback, *last],
@@ -167,11 +181,15 @@ class Programs:
     def ours(self, name: str) -> AsyncCheckpoint:
         return AsyncCheckpoint(self._folder / name, every_n_train_steps=EVERY)
 
-    def resumed_by_own(self, run: Run, file: bytes) -> Run:
+    @cache  # noqa: B019
+    def own_goes_on(self, step: int) -> bool:
+        """Return whether Lightning's own checkpoint of a step goes on exactly, but for random numbers."""
+        whole, resumed, own = Run(), Run(), OwnSaving()
+        self.fit(whole, own, dropout=0.0)
         path = self._folder / "own.ckpt"
-        path.write_bytes(file)
-        self.fit(run, path=path)
-        return run
+        path.write_bytes(own.files[step])
+        is_done = self.fit(resumed, path=path, dropout=0.0) is None
+        return is_done and not set(resumed.differences(whole)) - {"validations"}
 
 
 def ends() -> Iterator[tuple[str, int, BaseException]]:

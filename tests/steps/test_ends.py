@@ -225,9 +225,7 @@ def test_a_handler_that_saves_while_a_step_waits_has_what_was_there(world: World
     world.check(saved[0], 2, values)
 
 
-def test_a_write_that_torch_counts_late_is_seen(
-    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_torch_counts_late_is_seen(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, ended = torch.nn.Parameter(torch.arange(300.0)), list[float]()
     counts_of, let_writes_end = watches._versions, SaveJob.let_writes_end
     is_over = lambda: bool(ended) and time.monotonic() > ended[0]  # noqa: E731

@@ -266,9 +266,7 @@ class Trainer(Model):
         owned = [(item, number) for number, one in enumerate(self.training.optimizers) for item in parameters_of(one)]
         one, owner = self.random.choice(owned)
         alike = [
-            item
-            for item, number in owned
-            if number != owner and item is not one and form_of(item) == form_of(one)
+            item for item, number in owned if number != owner and item is not one and form_of(item) == form_of(one)
         ]
         return (one, self.random.choice(alike)) if alike else None
 

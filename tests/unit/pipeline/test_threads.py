@@ -327,12 +327,15 @@ else:
     workers.submit_behind(lambda: os.write(1, b"begun "))
 """
 
-IN_TURN = AT_ONCE + """
+IN_TURN = (
+    AT_ONCE
+    + """
 from asyncckpt.engine.process.background import committer, retainer, writers
 
 begin_next = lambda: writers.submit_behind(lambda: committer.submit_behind(lambda: os.write(1, b"last ")))
 retainer.submit_behind(begin_next)
 """
+)
 
 
 @pytest.mark.parametrize("script", [AT_ONCE, AT_ONCE + IN_CHILD], ids=["exit", "fork"])
@@ -344,6 +347,7 @@ def test_the_interpreter_waits_for_a_thread_that_has_not_begun(script: str) -> N
     assert [word for word in words if word in (b"ended", b"parent")] == [b"ended", b"parent"]
     child = [] if script == AT_ONCE else [b"begun", b"child"]
     assert [word for word in words if word in (b"begun", b"child")] == child
+
 
 IMPORTED_LATE = """
 import atexit, concurrent.futures.thread, tempfile, torch
