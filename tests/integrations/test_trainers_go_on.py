@@ -113,11 +113,9 @@ def test_hyperparameters_that_no_load_gives_back_are_refused_before_the_first_st
     with pytest.raises(asyncckpt.UsageError, match=r"hyper_parameters.*value"):
         running.fit(Configured(value), batches())
     assert running.global_step == 0
-    own = lightning_job.trainer(tmp_path, plugins=[plugin := AsyncCheckpointIO()])
-    own.fit(Configured(value), batches())
+    own = lightning_job.trainer(tmp_path, plugins=[AsyncCheckpointIO()])
     with pytest.raises(asyncckpt.UsageError, match=r"hyper_parameters.*value"):
-        own.save_checkpoint(tmp_path / "own.ckpt")
-    plugin.teardown()
+        own.fit(Configured(value), batches())  # Lightning's own callback saves at the end of an epoch.
 
 
 def test_what_a_checkpoint_holds_is_loaded_though_less_will_be_saved(tmp_path: Path) -> None:
