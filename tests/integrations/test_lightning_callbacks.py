@@ -25,6 +25,7 @@ from tests.integrations.lightning_callbacks import (
     same,
     shipped,
 )
+from tests.shares import share_of
 
 LEFT_OUT = {
     "BaseFinetuning": "is abstract; BackboneFinetuning is one",
@@ -82,7 +83,7 @@ def test_a_fit_goes_on_where_it_was_ended(kind: type, tmp_path: Path) -> None:
         asyncckpt.checkpoints.remove_after(folder, step)
         before = {at: losses for at, losses in whole.validated.items() if at < step or step == STEPS}
         go_on(Run(validated=before), "killed")
-    for hook, step, error in ends():
+    for hook, step, error in share_of(ends(), f"ends of {kind.__name__}"):
         run = Run()
         programs.fit(run, programs.ours("part"), first=[Raising(hook, step, error)])
         go_on(run, f"{type(error).__name__} in {hook} at step {step}")

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from asyncckpt.integrations.transformers import AsyncCheckpoint
 from tests.integrations.transformers_job import arguments, model, samples
+from tests.shares import share_of
 
 MADE: dict[str, dict[str, Any]] = {
     "EarlyStoppingCallback": {"early_stopping_patience": 1, "early_stopping_threshold": 1.0}
@@ -112,7 +113,7 @@ def test_a_run_goes_on_where_it_was_ended(kind: type[TrainerCallback], tmp_path:
     own = facts(fit(tmp_path / "own", kind))
     assert differences(facts(fit(tmp_path / "ours", kind, AsyncCheckpoint())), own) == []
     wrong = {}
-    for hook, step in ENDS.items():
+    for hook, step in share_of(ENDS.items(), f"ends of {kind.__name__}"):
         error = KeyboardInterrupt() if step % 4 == 0 else Broken()
         fit(tmp_path / hook, kind, AsyncCheckpoint(), raising(hook, step, error))
         resumed = facts(fit(tmp_path / hook, kind, AsyncCheckpoint(), resume=True))
