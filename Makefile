@@ -125,7 +125,7 @@ test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, which
 	PYTHONPATH=$(CURDIR)/$(TORCHREC) $(PYTEST) tests/torchrec $(PARALLEL) $(ARGS)
 
 test-integrations: $(INTEGRATIONS_READY) ## the integrations with transformers, Lightning, Accelerate and Ray, in a .venv-integrations of their own
-	HF_HUB_OFFLINE=1 $(INTEGRATIONS_BIN)/python -m pytest --timeout=3000 tests/integrations $(ARGS)
+	HF_HUB_OFFLINE=1 ASYNCCKPT_EVERY=$(EVERY) $(INTEGRATIONS_BIN)/python -m pytest --timeout=3000 tests/integrations $(ARGS)
 
 test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both shapes, which lie in .megatron
 	for shape in 0.16 0.17; do PYTHONPATH=$(CURDIR)/$(MEGATRON)/$$shape \

@@ -6,9 +6,9 @@
     trainer.fit(model, ckpt_path="last")  # Begins anew where there is nothing to resume.
 
 `AsyncCheckpoint` saves through a Checkpointer. What is saved is Lightning's own checkpoint, a dict with the states of
-model, optimizers, schedulers, loops and callbacks, and with the random numbers of every rank. A step counts as ended
-behind its batch, or behind the validation that follows it. SIGTERM is taken then: the step is saved, and the signal
-goes on to Lightning, which ends the run.
+model, optimizers, schedulers, loops and callbacks, and with the random numbers of every rank. A step has ended when its
+weights are whole; a validation or an end of the epoch that comes after it is run by the resumed fit, unless it is saved
+after that. SIGTERM is taken then: the step is saved, and the signal goes on to Lightning, which ends the run.
 
 `AsyncCheckpointIO` is what Trainer(plugins=...) and Fabric(plugins=...) take: every path that others choose, such as
 ModelCheckpoint's, becomes a checkpoint directory.
@@ -18,7 +18,6 @@ ModelCheckpoint's, becomes a checkpoint directory.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -28,9 +27,19 @@ from typing import Any
 import torch
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.errors import CheckpointError, UsageError
+from asyncckpt.errors import CheckpointError, UsageError, warn
 from asyncckpt.format.names import MANIFESTS_DIR
-from asyncckpt.integrations.lightning_io import ROOT, AsyncCheckpointIO, check_no_url, checkpoint_file
+from asyncckpt.integrations.lightning_io import ROOT, AsyncCheckpointIO, check_no_url, check_plain, checkpoint_file
+from asyncckpt.integrations.lightning_loops import (
+    NotedStep,
+    after_epoch,
+    before_epoch_end,
+    before_first_batch,
+    before_validation,
+    copied,
+    norms_of,
+    set_resumed,
+)
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.places import steps_in, upload_url
 from asyncckpt.options import KeepPolicy
@@ -41,6 +50,7 @@ __all__ = ["AsyncCheckpoint", "AsyncCheckpointIO", "Batches", "checkpoint_file"]
 _METRICS = "callback_metrics"
 needed("lightning", "lightning")
 _callbacks = needed("lightning.pytorch.callbacks", "lightning")
+call = needed("lightning.pytorch.trainer.call", "lightning")
 
 
 class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, name-defined]
@@ -77,9 +87,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self.best_model_score: float | None = None
         self._every, self._keep, self._checkpointing = every_n_train_steps, keep, dict(checkpointing or {})
         self._checkpointer: Checkpointer | None = None
-        self._noted_step = 0
-        self._noted: Mapping[str, Any] | None = None  # In the middle of a step: what was so at the end of the last.
-        self._is_in_step = False
+        self._noted: NotedStep | None = None
+        self._begun_step = 0
         self._rng: Mapping[str, Any] | None = None
         self._positions: list[Any] = []
         self._metrics: Mapping[str, torch.Tensor] = {}
@@ -106,7 +115,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         return "" if self.best_step is None else str(Path(self.dirpath, f"step={self.best_step}"))
 
     def state_dict(self) -> dict[str, Any]:
-        rng = RngState().state_dict() if self._noted is None or not self._is_in_step else self._noted["rng"]
+        rng = RngState().state_dict()
         return {"rng": rng, "best_step": self.best_step, "best_model_score": self.best_model_score}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -123,9 +132,6 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint[_METRICS] = dict(trainer.callback_metrics)
-        fit_loop = None if self._noted is None or not self._is_in_step else self._noted["fit_loop"]
-        if fit_loop is not None and trainer.global_step == self._noted_step:
-            checkpoint["loops"]["fit_loop"] = fit_loop  # Else the batch of an error would be left out.
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
@@ -134,8 +140,12 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._check_newest(trainer.global_step)
-        # What ends the epoch behind a validation, such as EarlyStopping, asks for what that has measured.
+        # What ends the epoch after a validation, such as EarlyStopping, asks for what that has measured.
         trainer.callback_metrics.update(self._metrics)
+        if trainer.fit_loop.is_resuming:
+            set_resumed(trainer.fit_loop)
+        if self._rng is not None and trainer.fit_loop.restarting:
+            RngState().load_state_dict(self._rng)  # Iterators were made again; a validation may come first.
         # Lightning sets positions in the middle of an epoch alone, and would begin with the first epoch's order.
         loaders = trainer.fit_loop._combined_loader.flattened
         for loader, position in zip(filter(_has_position, loaders), self._positions, strict=False):
@@ -145,55 +155,83 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         if keep is not None and self.monitor is not None:
             best = {"best": 1, "metric": self.monitor, "mode": self.mode}
             self._checkpointing.setdefault("keep", KeepPolicy(latest=keep, **best))  # type: ignore[arg-type]
-        arguments = {"every": math.inf, "keep": keep, **self._checkpointing, ROOT: _Dumped(trainer)}
+        told = {"callbacks": call._call_callbacks_state_dict(trainer)}
+        for owner in filter(None, (trainer.lightning_module, trainer.datamodule)):
+            told[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+        check_plain(told)  # Now, and not at the first save.
+        arguments = {"every": math.inf, "keep": keep, **self._checkpointing, ROOT: _Dumped(trainer, self)}
         checkpointer = Checkpointer(self.dirpath, **arguments)
-        self._noted_step, self._noted, self._is_in_step = trainer.global_step, None, False
+        self._noted = None
+        self._begun_step = trainer.global_step
         self._checkpointer = checkpointer.__enter__()
+        # At the end of training the others may put averages in the place of the weights.
+        trainer.callbacks = [_BeforeOthers(self), *trainer.callbacks]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._rng is not None and batch_idx > 0:
+        if self._rng is not None and (batch_idx > 0 or trainer.fit_loop.restarted_mid_epoch):
             RngState().load_state_dict(self._rng)  # In the middle of an epoch, making its iterator again has drawn.
-        self._rng, self._is_in_step = None, True
+        self._rng = None
+        noted = self._noted
+        if noted is None or noted.step != trainer.global_step:
+            return
+        if batch_idx == 0:
+            noted.go_on(before_first_batch, trainer)
+        else:
+            noted.begin_next_batch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step, loop = trainer.global_step, trainer.fit_loop.epoch_loop
-        if step == self._noted_step:  # In the middle of accumulated gradients.
-            return
-        if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # Else the step ends behind the validation.
-            self._note(trainer, step, save=self._every is not None and step % self._every == 0)
+        if trainer.global_step != self._last_step:  # Else in the middle of accumulated gradients.
+            self._note(trainer)
+            if not (self._validates(trainer) and self.monitor is not None):
+                self._tell(save=self._every is not None and trainer.global_step % self._every == 0)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking and self._checkpointer is not None:
+            self._rng = None  # A validation that a resumed fit begins with has drawn since.
+            trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.reset_on_restart()  # See before_validation.
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        step = trainer.global_step
-        if self._checkpointer is None or trainer.sanity_checking or step == self._noted_step:
-            return
-        if self.monitor is None:
-            self._note(trainer, step, save=self._every is not None and step % self._every == 0)
+        noted = self._noted
+        if self._checkpointer is None or noted is None or not noted.is_followed:
+            return  # Before training, or in the middle of accumulated gradients.
+        noted.go_on(copied, trainer)
+        if self.monitor is None or noted.is_told:
             return
         found = trainer.callback_metrics.get(self.monitor)
         if found is None:
             known = sorted(trainer.callback_metrics)
-            raise UsageError(f"there is no metric {self.monitor!r} behind the validation", found=known)
+            raise UsageError(f"there is no metric {self.monitor!r} after the validation", found=known)
         score = float(found)
         best = self.best_model_score
         is_better = best is None or (score < best if self.mode == "min" else score > best)
         if is_better and not math.isnan(score):
-            self.best_step, self.best_model_score = step, score
-        self._note(trainer, step, save=True, score=score)
+            self.best_step, self.best_model_score = noted.step, score
+        self._tell(save=True, score=score)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        loop = trainer.fit_loop
-        if loop.restarting and loop.epoch_loop._num_ready_batches_reached():
-            # Lightning leaves it out behind a resume, where it has no metrics.
+        loop, noted = trainer.fit_loop, self._noted
+        if not loop.epoch_loop._num_ready_batches_reached():
+            return
+        if loop.restarting:
+            # Lightning leaves it out after a resume, where it has no metrics.
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            loop.epoch_loop.restarting = False  # It has not begun an iteration if only the end of the epoch was left.
+            loop.epoch_loop.reset_restart_stage()
+        if noted is not None and noted.step == trainer.global_step:
+            noted.go_on(after_epoch, trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._end(None)
+        self._end(trainer, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException, *_: Any, **__: Any) -> None:
-        self._end(exception)
+        if self._checkpointer is not None and not self._is_noted_state(trainer):
+            what = "the error came where the weights, or what chooses the best step, were not those of a whole step"
+            warn(f"asyncckpt: {what}; {self.dirpath!r} holds what was saved before", RuntimeWarning)
+            self._checkpointer._periodic._forget_last()
+        self._end(trainer, exception)
 
     def teardown(self, trainer: Any, *_: Any, **__: Any) -> None:
-        self._end(None)
+        self._end(trainer, None)
 
     # How it is done.
 
@@ -206,31 +244,87 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
                 hint=f"asyncckpt.checkpoints.remove_after(path, {step}) removes them; or give another directory",
             )
 
-    def _note(self, trainer: Any, step: int, *, save: bool, score: float = math.nan) -> None:
-        assert self._checkpointer is not None
-        self._noted_step, self._is_in_step = step, False
-        loop = trainer.fit_loop
-        # What other loaders have to say of their positions may take longer than a step.
-        is_short = all(isinstance(loader, Batches) for loader in filter(_has_position, loop._combined_loader.flattened))
-        fit_loop = copy.deepcopy(loop.state_dict()) if is_short else None
-        self._noted = {"rng": RngState().state_dict(), "fit_loop": fit_loop}
-        metadata = None if self.monitor is None else {self.monitor: score}
-        self._checkpointer.step(step, save=save, metadata=metadata)
+    @property
+    def _last_step(self) -> int:
+        return self._begun_step if self._noted is None else self._noted.step
 
-    def _end(self, error: BaseException | None) -> None:
+    def _validates(self, trainer: Any) -> bool:
+        return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+
+    def _note(self, trainer: Any) -> None:
+        """Note a step whose weights are whole, and that what comes after it has still to be done."""
+        noted = self._noted = NotedStep(trainer.global_step, RngState().state_dict())
+        validates = self._validates(trainer)
+        fit_loop = trainer.fit_loop
+        # What other loaders have to say of their positions may take longer than a step.
+        if all(isinstance(loader, Batches) for loader in filter(_has_position, fit_loop._combined_loader.flattened)):
+            noted.loops = noted.next_batch = copied(fit_loop.state_dict())
+            if validates:
+                noted.loops = before_validation(noted.next_batch)
+            elif fit_loop.epoch_loop._num_ready_batches_reached():
+                noted.loops = before_epoch_end(noted.next_batch)
+        noted.is_followed = validates or fit_loop.epoch_loop._num_ready_batches_reached()
+        if noted.is_followed:
+            noted.callbacks = copied(call._call_callbacks_state_dict(trainer))
+        if validates and trainer.world_size == 1:
+            noted.norms = norms_of(trainer.lightning_module)
+
+    def _tell(self, *, save: bool, score: float = math.nan) -> None:
+        noted = self._noted
+        if noted is None or noted.is_told:
+            return
+        assert self._checkpointer is not None
+        noted.is_told = True
+        metadata = None if self.monitor is None else {self.monitor: score}
+        self._checkpointer.step(noted.step, save=save, metadata=metadata)
+
+    def _is_noted_state(self, trainer: Any) -> bool:
+        noted = self._noted
+        if noted is None:
+            return bool(trainer.global_step == self._begun_step)
+        if noted.step != trainer.global_step or not noted.is_told:
+            return False  # Other callbacks, or the validation, had not yet done their part of the step.
+        return noted.norms is None or all(map(torch.equal, noted.norms, norms_of(trainer.lightning_module)))
+
+    def _put_noted(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        """Put what was noted at the end of the step into its checkpoint: the next may be under way."""
+        noted = self._noted
+        if noted is None or noted.step != trainer.global_step:
+            return
+        if noted.loops is not None:
+            checkpoint["loops"]["fit_loop"] = noted.loops
+        if noted.callbacks is not None:
+            checkpoint["callbacks"] = dict(noted.callbacks)
+        own = {**checkpoint["callbacks"][self.state_key], "rng": noted.rng}
+        checkpoint["callbacks"][self.state_key] = own
+
+    def _end(self, trainer: Any, error: BaseException | None) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
+        trainer.callbacks = [other for other in trainer.callbacks if not isinstance(other, _BeforeOthers)]
         if checkpointer is not None:
             checkpointer.__exit__(None if error is None else type(error), error, None)
+
+
+class _BeforeOthers(_callbacks.Callback):  # type: ignore[misc, name-defined]
+    """Ends the saving of a fit before any other callback ends: Lightning calls those that save last."""
+
+    def __init__(self, saving: AsyncCheckpoint) -> None:
+        self._saving = saving
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._saving.on_train_end(trainer, pl_module)
 
 
 class _Dumped:
     """Lightning's checkpoint of a trainer, made when it is asked for."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, saving: AsyncCheckpoint) -> None:
+        self._trainer, self._saving = trainer, saving
 
     def state_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self._saving._put_noted(self._trainer, found)
+        check_plain(found)
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

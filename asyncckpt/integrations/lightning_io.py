@@ -24,13 +24,15 @@ from asyncckpt.integrations.synced import sync_path
 from asyncckpt.loader import Loader
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.options import SAVE_DEADLINE_S, RankOptions
+from asyncckpt.plan.state import flatten_part
 from asyncckpt.saver import Saver
 
-__all__ = ["ROOT", "AsyncCheckpointIO", "check_no_url", "checkpoint_file"]
+__all__ = ["ROOT", "AsyncCheckpointIO", "check_no_url", "check_plain", "checkpoint_file"]
 
 _io = needed("lightning.fabric.plugins", "lightning")
 _NAMED_STEP = re.compile(r"step=(\d+)")
 ROOT = "checkpoint"
+_TENSORS = ("state_dict", "optimizer_states")
 _MADE_HERE = {"made_by": "AsyncCheckpointIO"}
 
 
@@ -56,6 +58,7 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         """Capture a checkpoint; it is written in the background. UsageError for a directory made by others."""
         if storage_options is not None:
             raise UsageError("there are no storage options here", found=storage_options, hint="AsyncCheckpointIO(...)")
+        check_plain(checkpoint)
         entry = _entry(path)
         self._settle()
         self._keep(entry)
@@ -138,6 +141,19 @@ def check_no_url(path: str | os.PathLike[str]) -> None:
     """Refuse what Lightning's own plugin takes, and a disk would take for a folder named `s3:`."""
     if StoreUrl.is_url(path):
         raise UsageError(f"{path!r} is a URL", expected="a folder", hint="a Saver and a Checkpointer take URLs")
+
+
+def check_plain(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse by name what Lightning pickles, and a load here would not give back as what it was."""
+    rest = {name: value for name, value in checkpoint.items() if name not in _TENSORS}
+    hint = "for a hyperparameter, save_hyperparameters(ignore=[...]) leaves it out"
+    try:
+        stateful = flatten_part(rest, (ROOT,), {}).stateful
+    except UsageError as error:
+        raise UsageError(f"Lightning's checkpoint cannot be saved: {error}", hint=hint) from error
+    for path, value in stateful:
+        what = f"{'.'.join(map(str, path))!r} of Lightning's checkpoint is an object that no load would make again"
+        raise UsageError(what, found=type(value).__name__, expected="plain values and tensors", hint=hint)
 
 
 def _check_own(path: str) -> None:

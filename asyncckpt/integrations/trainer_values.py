@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -22,25 +23,33 @@ class TrainerValues:
         self._trainer = trainer
         self.text = ""
         self._loss, self._logged_step = 0.0, 0
-        self._noted_loss: Any = None
+        self._noted: dict[str, Any] | None = None
 
     def note(self) -> None:
-        """Remember the loss of a step that has ended, for a save by an error in the middle of the next one."""
-        loss = getattr(self._trainer, "_tr_loss", 0.0)
-        self._noted_loss = loss.clone() if isinstance(loss, torch.Tensor) else loss
-        if self._trainer.args.parallel_mode is not transformers.training_args.ParallelMode.DISTRIBUTED:
-            self._trainer.store_flos()  # Else ranks would have to do so together.
+        """Remember a step that has ended, for a save by an error in the middle of the next one."""
+        trainer = self._trainer
+        if trainer.args.parallel_mode is not transformers.training_args.ParallelMode.DISTRIBUTED:
+            trainer.store_flos()  # Else ranks would have to do so together.
+        loss = getattr(trainer, "_tr_loss", 0.0)
+        self._noted = {
+            "state": copy.copy(trainer.state),
+            "logs_count": len(trainer.state.log_history),
+            "callbacks": _callbacks_states([*trainer.callback_handler.callbacks, trainer.control]),
+            "loss": loss.clone() if isinstance(loss, torch.Tensor) else loss,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
+        if self._noted is None:
+            self.note()  # A load asks before the loop has begun, too.
+        assert self._noted is not None
+        fields = dataclasses.asdict(self._noted["state"])
+        fields["log_history"] = fields["log_history"][: self._noted["logs_count"]]
         # The run's own state shows the last save's, as with Trainer._save_checkpoint.
-        trainer.state.stateful_callbacks = _callbacks_states([*trainer.callback_handler.callbacks, trainer.control])
+        fields["stateful_callbacks"] = trainer.state.stateful_callbacks = self._noted["callbacks"]
         return {
-            "json": json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True),
-            # A load asks before the loop has begun, too.
-            "loss_since_log": float(
-                getattr(trainer, "_tr_loss", 0.0) if self._noted_loss is None else self._noted_loss
-            ),
+            "json": json.dumps(fields, indent=2, sort_keys=True),
+            "loss_since_log": float(self._noted["loss"]),
             "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
         }
 

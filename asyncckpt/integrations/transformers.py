@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncckpt.adapters.named_parts import named_parts
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.checkpoints import describe
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.places import steps_in, upload_url
@@ -134,7 +135,11 @@ class CheckpointMixin:
                 _load(self._resumed, {"trainer": self._trainer_values})
                 resume_from_checkpoint = self._open.enter_context(tempfile.TemporaryDirectory())
                 Path(resume_from_checkpoint, _STATE_FILE).write_text(self._trainer_values.text, encoding="utf-8")
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            try:
+                return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            except BaseException:
+                self._leave_out_half_step()
+                raise
 
     def export_pretrained(self, folder: str | os.PathLike[str], step: int | str | None = None) -> int:
         """Make a folder for `from_pretrained` of a saved step ("best", a number, None: the newest); return the step."""
@@ -173,10 +178,14 @@ class CheckpointMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._resumed is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        elif self._resumed.directory == self.checkpoint_dir:
+            return
+        if self._resumed.directory == self.checkpoint_dir:
             self._made_checkpointer().restore(self._resumed.step, discard_newer=self._discard_newer)
         else:
             _load(self._resumed, self._parts())
+        if self.args.save_only_model:  # What was saved before may hold more than what will be.
+            there = _names(self._resumed)
+            _load(self._resumed, {name: part for name, part in self._parts_of_training().items() if name in there})
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._resumed is None:
@@ -222,18 +231,25 @@ class CheckpointMixin:
             self._checkpointer = self._open.enter_context(Checkpointer(self.checkpoint_dir, **arguments))
         return self._checkpointer
 
+    def _leave_out_half_step(self) -> None:
+        """Do not save a step that an error has kept from its end: nothing would log and evaluate it after a resume."""
+        if self._checkpointer is not None and self._noted_step >= 0:
+            periodic = self._checkpointer._periodic
+            if self.state.global_step != self._noted_step or periodic._watch.is_changed:
+                periodic._forget_last()
+
     def _forget(self) -> None:
         self._checkpointer = self._open = self._resumed = None
 
     def _parts(self) -> dict[str, Any]:
         """Return what a checkpoint holds, by name."""
         parts = {"model": self.model, "trainer": self._trainer_values, "pretrained": Pretrained(self.model)}
-        if not self.args.save_only_model:
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it.
-            parts |= {"optimizer": optimizer, "scheduler": self.lr_scheduler, "rng": self._rng}
-            if self.accelerator.scaler is not None:
-                parts["scaler"] = self.accelerator.scaler
-        return parts
+        return parts if self.args.save_only_model else parts | self._parts_of_training()
+
+    def _parts_of_training(self) -> dict[str, Any]:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it.
+        parts = {"optimizer": optimizer, "scheduler": self.lr_scheduler, "rng": self._rng}
+        return parts if self.accelerator.scaler is None else parts | {"scaler": self.accelerator.scaler}
 
     def _metric_name(self) -> str:
         name = self.args.metric_for_best_model
@@ -309,6 +325,12 @@ class CheckpointMixin:
     if TYPE_CHECKING:  # What the Trainer has.
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+def _names(resumed: _Resumed) -> set[str]:
+    """Return the names of the parts of a checkpoint."""
+    found = describe(resumed.source or resumed.directory, resumed.step)
+    return {name.split(".")[0] for name in (*(block.name for block in found.blocks), *found.values)}
 
 
 def _load(resumed: _Resumed, parts: Mapping[str, Any]) -> None:
