@@ -111,8 +111,11 @@ def _through_dcp(run: Run, reader: Any) -> None:
 
 
 def save_behind(run: Run, path: Path) -> None:
+    """Training goes on before the save is durable."""
     with asyncckpt.Saver(path=path / "run", tensors=run.state, **FAST) as saver:
-        saver.save_async(run.step).result(60)
+        future = saver.save_async(run.step)
+        run.train(1)
+        future.result(60)
 
 
 def save_now(run: Run, path: Path) -> None:
@@ -128,6 +131,10 @@ def save_in_small_memory(run: Run, path: Path) -> None:
 
 def save_as_dict(run: Run, path: Path) -> None:
     asyncckpt.save(path / "run", run.state, **FAST)
+
+
+def save_state_dicts(run: Run, path: Path) -> None:
+    asyncckpt.save(path / "run", state_dicts(run.state), **FAST)
 
 
 def save_by_checkpointer(run: Run, path: Path) -> None:
@@ -190,6 +197,17 @@ def load_by_checkpointer(path: Path, run: Run) -> None:
         checkpoints.restore()
 
 
+def load_twice(path: Path, run: Run) -> None:
+    """Load into a run between, save that, and load what it has saved."""
+    between = Run(run.case, 3, is_wrapped=not run.is_wrapped, grown=run.grown)
+    with between.in_its_world():
+        load_by_checkpointer(path, between)
+        save_by_checkpointer(between, path / "again")
+    # The numbers that are drawn are those of the run, unless it has loaded them.
+    with run.in_its_world():
+        load_by_checkpointer(path / "again", run)
+
+
 def load_exported(path: Path, run: Run) -> None:
     torch_file.export_checkpoint(path / "run", path / "out.pt", **FAST)
     give(run.state, torch.load(path / "out.pt", weights_only=True))
@@ -212,6 +230,8 @@ DOORS: dict[str, Door] = {
     "a Saver without memory, and load": Door(save_in_small_memory, load_as_dict, (True, False)),
     "save and load": Door(save_as_dict, load_as_dict, (True, False)),
     "Checkpointer": Door(save_by_checkpointer, load_by_checkpointer),
+    "state dicts": Door(save_state_dicts, load_as_dict, (False, False)),
+    "two Checkpointers": Door(save_by_checkpointer, load_twice),
     "PeriodicSaver": Door(save_periodically, load_by_checkpointer),
     "export torch": Door(save_as_dict, load_exported, (True, False)),
     "import of a file": Door(save_file_and_import, load_in_place, (False, True)),

@@ -41,6 +41,9 @@ MODULES |= {
     "pruned": lambda _: prune.random_unstructured(linear(), "weight", 0.5),
     "pruned_twice": lambda _: prune.l1_unstructured(prune.random_unstructured(linear(), "weight", 0.3), "weight", 0.3),
     "frozen": lambda _: linear().requires_grad_(False),
+    "scripted": lambda _: torch.jit.script(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))),
+    "lazy": lambda _: nn.LazyLinear(WIDTH),
+    "lazy_norm": lambda _: nn.LazyBatchNorm1d(),
     "no_bias": lambda _: nn.LayerNorm(WIDTH, elementwise_affine=False),
 }
 

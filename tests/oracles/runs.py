@@ -21,20 +21,27 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from asyncckpt.trainer_state import RngState
 from tests.end_to_end.trees import raw
 from tests.oracles.modules import MODULES, WIDTH
-from tests.oracles.training import OPTIMIZERS, SCHEDULERS, VALUES, Held
+from tests.oracles.training import OPTIMIZERS, SCHEDULERS, VALUES, Held, Trainer
 
 ROWS, GROWS_AT = 4, 2
+
+
+def recomputed(module: nn.Module) -> Any:
+    """Wrap a module as for recomputation, without it: what counts in `forward` would count twice."""
+    return checkpoint_wrapper(module, checkpoint_fn=lambda inner, *given, **named: inner(*given, **named))
+
+
 WRAPPERS: dict[str, Any] = {
     "compiled": lambda module: torch.compile(module, backend="eager"),
-    "recomputed": checkpoint_wrapper,
+    "recomputed": recomputed,
     "parallel": nn.DataParallel,
 }
 WHOLE_WRAPPERS = {f"whole_{name}": wrap for name, wrap in WRAPPERS.items()}
-WHOLE_WRAPPERS["both"] = lambda module: checkpoint_wrapper(torch.compile(module, backend="eager"))
-CHANGES = ("tie", "groups", "named", "grows", "reversed", "nested", "frozen_half")
-OBJECTS = ("scaler", "average", "ema", "random", "second_model")
+WHOLE_WRAPPERS["both"] = lambda module: recomputed(torch.compile(module, backend="eager"))
+CHANGES = ("tie", "groups", "named", "grows", "reversed", "nested", "frozen_half", "used")
+OBJECTS = ("scaler", "average", "ema", "random", "second_model", "trainer", "aliased", "history")
 # How many of each a case has at the most.
-COUNTS = {"module": 4, "optimizer": 2, "scheduler": 2, "value": 4, "wrapper": 2, "change": 3, "object": 3}
+COUNTS = {"module": 4, "optimizer": 2, "scheduler": 2, "value": 4, "wrapper": 2, "change": 3, "object": 4}
 PIECES = (
     *(f"module:{name}" for name in MODULES),
     *(f"optimizer:{name}" for name in OPTIMIZERS),
@@ -206,6 +213,14 @@ class Run:
             self.objects["ema"] = averages.AveragedModel(small, multi_avg_fn=averages.get_ema_multi_avg_fn(0.9))
         if case.has("object:second_model"):
             self.objects["second"] = self.model
+        if case.has("object:trainer"):
+            self.trainer = Trainer(MODULES["nested"](random.Random(0)))
+            self.objects["trainer"] = self.trainer
+        if case.has("object:aliased"):
+            base = torch.arange(6.0)
+            self.objects |= {"base": Held([base, base[1:4]]), "view": Held(base.view(2, 3).t())}
+        if case.has("object:history"):
+            self.objects["history"] = Held({"losses": [], "last": None, 0: ()})
         for name in case.of("value"):
             # What loads has nothing, or where it has to have the same form, other numbers.
             value = VALUES[name]() if self.numbers == SAVED or self.has_form else None
@@ -261,6 +276,14 @@ class Run:
         for name in "average", "ema":
             if name in self.objects:
                 self.objects[name].update_parameters(self.small)
+        if "aliased" in self.case.of("object"):
+            self.objects["base"].value[0].add_(1)
+        if "history" in self.objects:
+            history = self.objects["history"].value
+            history["losses"].append({"step": self.step, "loss": float(loss)})
+            history |= {"last": (self.step, loss), 0: (*history[0][-2:], str(self.step)), f"at {self.step % 3}": {}}
+        if "trainer" in self.objects:
+            self.objects["trainer"].train(rows)
         self.step += 1
         if self.step == GROWS_AT and not self.grown:
             self.grown = True
@@ -326,6 +349,8 @@ def plain_name(name: str, strip: list[str]) -> str:
 
 def image(value: Any) -> Any:
     """Return a value with its types and bits as plain tuples."""
+    if nn.parameter.is_lazy(value):
+        return "lazy"
     if isinstance(value, torch.Tensor):
         value = value.detach()
         bits = raw(value) if value.layout is torch.strided and not value.is_quantized else repr(value)

@@ -42,24 +42,32 @@ KNOWN = {
     "value:fortran": "NumPy does not go through DCP",
     "value:numpy_scalars": "NumPy does not go through DCP",
     "value:numpy_text": "the DCP door takes it for a str",
+    "value:numpy_old_random": "NumPy does not go through DCP",
+    "value:numpy_float64": "NumPy does not go through DCP",
+    "object:trainer": "a tensor in a tuple does not go through DCP",
+    "object:history": "a tensor in a tuple does not go through DCP",
+    "optimizer:aliasing": "what shares memory in the state of an object does not share it again",
+    "object:aliased": "what shares memory in the state of an object does not share it again",
     "wrapper:compiled": "wrappers are stripped from the whole module only",
     "wrapper:both": "wrappers are stripped from the whole module only",
     "wrapper:parallel": "wrappers are stripped from the whole module only",
 }
 # What comes back as a plainer type, as the pages say.
-PLAINER = {"value:named_tuple": "as a tuple", "value:str_enum": "as a str"}
+PLAINER = {
+    "value:named_tuple": "as a tuple",
+    "value:str_enum": "as a str",
+    "value:text_subclass": "as a str",
+    "value:user_dict": "as a dict",
+    "value:dict_subclass": "as a dict",
+    "value:module_object": "as its state dict",
+}
 # What no door takes, or some do not, by their names.
+NEVER = (
+    *("deque", "numpy_objects", "datetime64", "big_endian", "numpy_in_set", "enum", "int_enum", "bytearray", "sparse"),
+    *("quantized", "tuple_keys", "path", "date", "decimal", "record", "function"),
+)
 REFUSED = {
-    "value:deque": "",
-    "value:numpy_objects": "",
-    "value:datetime64": "",
-    "value:big_endian": "",
-    "value:enum": "",
-    "value:int_enum": "",
-    "value:bytearray": "",
-    "value:sparse": "",
-    "value:quantized": "",
-    "value:tuple_keys": "",
+    **{f"value:{name}": "" for name in NEVER},
     "value:sets": "import|export torch",
     "value:ranges": "import|export torch",
     "value:empties": "import|export|DCP",

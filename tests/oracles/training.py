@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import enum
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+import pathlib
+import random
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +65,28 @@ class OddStates(optim.Optimizer):
                 state[7]["deep"]["n"] += 1
                 mean = sum(state["past"]) / len(state["past"])
                 param -= group["lr"] * mean / (1 + state["pair"][0]) / state[7]["deep"]["n"] ** 0.5
+
+
+class Aliasing(optim.Optimizer):
+    """Keeps two moments in one memory, and updates it as a whole."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    both = torch.zeros(2, *param.shape, dtype=param.dtype)
+                    state |= {"both": both, "first": both[0], "second": both[1]}
+                state["both"].mul_(0.9)
+                state["first"].add_(param.grad)
+                state["second"].add_(param.grad.abs())
+                param -= group["lr"] * state["both"][0] / (0.1 + state["both"][1])
 
 
 class Slow(optim.Optimizer):
@@ -152,6 +178,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "adafactor": kind(optim.Adafactor, lr=0.02),
     "masters": kind(Masters),
     "odd_states": kind(OddStates),
+    "aliasing": kind(Aliasing),
     "slow": kind(Slow),
     "hooked": kind(hooked),
 }
@@ -224,6 +251,29 @@ class Held:
         self.value = state["value"]
 
 
+class Trainer:
+    """Holds a module and its optimizer, and gives their state dicts below its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer, self.steps = model, optim.AdamW(model.parameters(), lr=0.02), 0
+
+    def train(self, rows: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(rows).square().mean().backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [{"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}]
+        return {"steps": self.steps, "states": tuple(states)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        (states,) = state["states"]
+        self.model.load_state_dict(states["model"])
+        self.optimizer.load_state_dict(states["optimizer"])
+        self.steps = state["steps"]
+
+
 class Colour(enum.Enum):
     RED = 1
 
@@ -237,6 +287,22 @@ class Name(str, enum.Enum):
 
 
 Point = namedtuple("Point", "x y")
+
+
+class Options(dict[str, Any]):
+    pass
+
+
+class Text(str):
+    pass
+
+
+@dataclass
+class Record:
+    number: int
+    items: list[int]
+
+
 WHOLE = torch.arange(24.0)
 VALUES: dict[str, Callable[[], Any]] = {
     "plain": lambda: {"a": [None, True, 1, -(2**80), 0.1, -0.0, "\u20ac", b"\0\xff", 1j], 3: (), None: {}, True: [[]]},
@@ -274,6 +340,20 @@ VALUES: dict[str, Callable[[], Any]] = {
     "generator": lambda: torch.Generator().manual_seed(3).get_state(),
     "deep": lambda: [[[[[[[[{"a": [torch.zeros(()), 1]}]]]]]]]],
     "long": lambda: [*range(300), *({"n": n, "t": float(n)} for n in range(40))],
+    "python_random": lambda: random.Random(3).getstate(),
+    "numpy_random": lambda: np.random.default_rng(3).bit_generator.state,
+    "numpy_old_random": lambda: np.random.RandomState(3).get_state(),
+    "numpy_float64": lambda: [np.float64(0.1), {"x": (np.float64(2.5), np.int32(3))}],
+    "numpy_in_set": lambda: {np.float64(0.5)},
+    "user_dict": lambda: UserDict(a=1, b=torch.ones(1)),
+    "dict_subclass": lambda: Options(a=1, b=torch.ones(1)),
+    "text_subclass": lambda: Text("x"),
+    "path": lambda: pathlib.PurePosixPath("/a/b"),
+    "date": lambda: datetime.date(2026, 11, 28),
+    "decimal": lambda: decimal.Decimal("0.1"),
+    "record": lambda: Record(1, [2]),
+    "function": lambda: halves,
+    "module_object": lambda: nn.Linear(2, 2),
     "tuple_keys": lambda: {(1, "a"): 2},
     "same_twice": lambda: [WHOLE[:2].clone()] * 2,
     "size_zero_d": lambda: {"t": torch.tensor(3), "f": torch.tensor(0.5, dtype=torch.float64)},
