@@ -154,6 +154,21 @@ def test_an_object_gets_them_tied(tmp_path: Path) -> None:
     assert list(differences(holder.state, {name: weight for name in "abc"})) == []
 
 
+@pytest.mark.parametrize("is_checkpointer", [True, False])
+def test_an_object_gets_views_of_one_memory(tmp_path: Path, is_checkpointer: bool) -> None:
+    """An optimizer that writes to one of them and reads the other would train otherwise than before."""
+    both = torch.full((2, 3), 2.0)
+    asyncckpt.save(tmp_path / "d", {"it": Holder({"both": both, "first": both[0]})})
+    holder = Holder({})
+    if is_checkpointer:
+        with asyncckpt.Checkpointer(tmp_path / "d", every=1, it=holder) as checkpoints:
+            checkpoints.restore()
+    else:
+        asyncckpt.Loader(tmp_path / "d", tensors={"it": holder}).load()
+    holder.state["both"] += 1
+    assert holder.state["first"].tolist() == [3.0] * 3
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_dcp_reads_them_under_every_name(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path / "d", {"model": Tied(1.0)})

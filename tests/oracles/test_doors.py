@@ -46,8 +46,6 @@ KNOWN = {
     "value:numpy_float64": "NumPy does not go through DCP",
     "object:trainer": "a tensor in a tuple does not go through DCP",
     "object:history": "a tensor in a tuple does not go through DCP",
-    "optimizer:aliasing": "what shares memory in the state of an object does not share it again",
-    "object:aliased": "what shares memory in the state of an object does not share it again",
     "wrapper:compiled": "wrappers are stripped from the whole module only",
     "wrapper:both": "wrappers are stripped from the whole module only",
     "wrapper:parallel": "wrappers are stripped from the whole module only",
