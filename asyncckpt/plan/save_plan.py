@@ -181,7 +181,7 @@ class PlanCache:
             if leaf not in flat.sharded:
                 check_leaf(tensor, name)
         memory = LeafMemory(flat, self._device_of)
-        sharing = sharing_of(flat, memory.overlapping, memory.begins, names) if shares else NOTHING_SHARED
+        sharing = sharing_of(flat, memory, names) if shares else NOTHING_SHARED
         left_out = by_peers.union(item.leaf for item in sharing.tied)
         parts = [(part, box, tensor) for box, tensor in _dense_specs(flat, names, left_out) for part in split_rows(box)]
         specs += [part for part, _, _ in parts]

@@ -66,6 +66,7 @@ NEVER = (
 )
 REFUSED = {
     **{f"value:{name}": "" for name in NEVER},
+    **{f"module:{name}": "" for name in ("lazy", "lazy_norm")},  # Until the first rows have come.
     "value:sets": "import|export torch",
     "value:ranges": "import|export torch",
     "value:empties": "import|export|DCP",

@@ -179,7 +179,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "masters": kind(Masters),
     "odd_states": kind(OddStates),
     "aliasing": kind(Aliasing),
-    "slow": kind(Slow),
+    "slow": Kind(Slow, is_whole=True),
     "hooked": kind(hooked),
 }
 if hasattr(optim, "Muon"):

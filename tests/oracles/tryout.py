@@ -68,8 +68,8 @@ def go_through(case: Case, door: Door, *, is_wrapped: tuple[bool, bool]) -> Outc
     target = Run(case, LOADED, grown=grown, is_wrapped=loads_wrapped, has_form=door.needs_twin)
     if door.needs_twin:
         target.train(case.steps)
-    elif case.has("change:used"):  # It was trained before it is loaded, and for longer.
-        target.train(case.steps + 2)
+    elif case.has("change:used") and (grown or not case.has("change:grows")):
+        target.train(case.steps + 2)  # It was trained before it is loaded, and for longer.
     before = None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
