@@ -3,7 +3,7 @@
 #   PYTHON=python3.12      which Python makes .venv (3.10 or newer)
 #   TORCH='torch>=2.4'     another torch than the one the suite is developed with
 #   WORKERS=2              how many processes run the tests
-#   SEED=1                 for test-random: the seed that repeats a run
+#   SEED=1                 for test-random and test-oracles: the seed that repeats a run
 #   GPU_PYTHON=python3     for test-gpu, bench-gpu and demo: a Python 3.11 or newer that has torch with CUDA, all that asyncckpt
 #                          imports, pytest, cmake, ninja and scikit-build-core already; nothing is fetched then
 #   ARGS='-k name -x'      more for pytest, the demo or the bench
@@ -78,7 +78,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-delays test-torchrec test-integrations test-megatron test-cloud \
+.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-oracles test-delays test-torchrec test-integrations test-megatron test-cloud \
 	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -116,6 +116,10 @@ test-random: $(READY) ## other random examples than those that the suite draws e
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_FAULT_SEED=$(SEED) $(PYTEST) -m 'random and not slow' \
 		--hypothesis-profile=random --hypothesis-seed=$(SEED) $(PARALLEL) $(ARGS)
 	$(BIN)/python -m tests.simulator --first $(SEED) --seeds 2000
+
+test-oracles: $(READY) ## 400 random states through every door of ours, beside torch.save and DCP; prints its seed
+	@echo "make test-oracles SEED=$(SEED) repeats this"
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_ORACLES=400 ASYNCCKPT_ORACLES_SEED=$(SEED) $(PYTEST) tests/oracles $(PARALLEL) $(ARGS)
 
 test-delays: $(READY) ## the suite with threads, jobs and tasks that begin and end late at random; prints its seed
 	@echo "make test-delays SEED=$(SEED) draws the same delays"

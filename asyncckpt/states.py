@@ -59,9 +59,10 @@ def load(
 ) -> dict[str, Any]:
     """Return a checkpoint (default: the newest) as the state that was saved: the same tree, keys, types and bits.
 
-    Objects come as their state dicts, tensors without grad and contiguous, NumPy arrays and scalars and plain values as
-    they were; subclasses of containers as dict, list or tuple. All of it is new memory of the caller. Those that shared
-    memory share memory again (strided as they were): tied weights are one tensor.
+    Objects come as their state dicts, tensors without grad, contiguous or, where they filled their memory in another
+    order, in that; NumPy arrays and scalars and plain values as they were; subclasses of containers as dict, list or
+    tuple. All of it is new memory of the caller. Those that shared memory share memory again (strided as they were):
+    tied weights are one tensor.
 
     tables  names of tables to add, or True for all: under its name, each is a dict of its columns, `id` ([rows], int64)
             first, all in the same order of rows

@@ -200,7 +200,7 @@ class PlanCache:
         memory, sharing = None, NOTHING_SHARED
         if shares:
             memory = LeafMemory(flat, self._device_of, read_places(flat.held)["address"])
-            sharing = sharing_of(flat, memory.overlapping, memory.begins, names)
+            sharing = sharing_of(flat, memory, names)
         left_out = by_peers.union(item.leaf for item in sharing.tied)
         parts = [(part, box, tensor) for box, tensor in _dense_specs(flat, names, left_out) for part in split_rows(box)]
         specs += [part for part, _, _ in parts]

@@ -3,6 +3,8 @@
     the same elements in the same memory     tied: one of them has blocks, for all
     memory that overlaps in any other way    each has blocks of its own, and the manifest says where in that memory
     the same storage, but apart              nothing is shared
+    alone, dense, but in another order       as what overlaps: an optimizer's state keeps the strides of its parameter,
+                                             which fused steps ask for (torch.channels_last)
 
 Left out are leaves that are spread over ranks, or lie on devices whose addresses mean nothing here; conjugated and
 negated views; and, but for tied ones, leaves with several elements in one place (other than by a stride of 0), and
@@ -34,7 +36,8 @@ _ALIGNMENT = 16  # Of the largest elements.
 class LeafMemory:
     """Where the leaves of a state are, and which of them overlap.
 
-    begins: their addresses, uint64 [leaves]. overlapping: in groups, those whose memory overlaps.
+    begins: their addresses, uint64 [leaves]. overlapping: in groups, those whose memory overlaps. turned: those whose
+    elements fill their memory in another order than that of their dimensions.
     """
 
     def __init__(self, flat: FlatState, device_of: Callable[[torch.Tensor], int | None], addresses: U64) -> None:
@@ -42,6 +45,11 @@ class LeafMemory:
         spans = [
             0 if leaf in flat.sharded or not _has_address(tensor, device_of) else _span(tensor)
             for leaf, tensor in enumerate(flat.tensors)
+        ]
+        self.turned = [
+            leaf
+            for leaf, tensor in enumerate(flat.tensors)
+            if spans[leaf] and spans[leaf] == tensor.nbytes and not tensor.is_contiguous()
         ]
         self._spans: I64 = np.array(spans, dtype=np.int64)  # 0 of what shares nothing.
         self._some: I64 = np.flatnonzero(self._spans)
@@ -81,8 +89,10 @@ def _apart(groups: Sequence[Sequence[int]], begins: U64) -> list[list[tuple[int,
     ]
 
 
-def sharing_of(flat: FlatState, groups: Sequence[Sequence[int]], begins: U64, names: Sequence[str]) -> Sharing:
-    """Return what groups of overlapping leaves share; names, begins: of all leaves."""
+def sharing_of(flat: FlatState, memory: LeafMemory, names: Sequence[str]) -> Sharing:
+    """Return what leaves share; names: of all leaves."""
+    grouped, begins = {leaf for group in memory.overlapping for leaf in group}, memory.begins
+    groups = memory.overlapping + [[leaf] for leaf in memory.turned if leaf not in grouped]
     if not groups:
         return NOTHING_SHARED
     paths = [json.dumps(path) for path in tensor_paths(flat.tree)]

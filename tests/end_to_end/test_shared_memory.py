@@ -34,6 +34,20 @@ class Tied(torch.nn.Module):
         return self
 
 
+class ChannelsLast:
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, fused=True)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": optimizer}
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.state["optimizer"].zero_grad()
+            self.model(torch.arange(50.0).view(1, 2, 5, 5)).square().mean().backward()
+            self.state["optimizer"].step()
+
+
 def names_of(path: Path, step: int | None = None) -> list[str]:
     return [block.name for block in asyncckpt.describe(path, step).blocks]
 
@@ -152,6 +166,37 @@ def test_an_object_gets_them_tied(tmp_path: Path) -> None:
     asyncckpt.Loader(tmp_path / "d", tensors={"it": holder}).load()
     assert holder.state["a"] is holder.state["b"] is not holder.state["c"]
     assert list(differences(holder.state, {name: weight for name in "abc"})) == []
+
+
+@pytest.mark.parametrize("is_checkpointer", [True, False])
+def test_an_object_gets_views_of_one_memory(tmp_path: Path, is_checkpointer: bool) -> None:
+    """An optimizer that writes to one of them and reads the other would train otherwise than before."""
+    both = torch.full((2, 3), 2.0)
+    asyncckpt.save(tmp_path / "d", {"it": Holder({"both": both, "first": both[0]})})
+    holder = Holder({})
+    if is_checkpointer:
+        with asyncckpt.Checkpointer(tmp_path / "d", every=1, it=holder) as checkpoints:
+            checkpoints.restore()
+    else:
+        asyncckpt.Loader(tmp_path / "d", tensors={"it": holder}).load()
+    holder.state["both"] += 1
+    assert holder.state["first"].tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_the_state_of_a_fused_optimizer_has_the_strides_of_its_parameters(tmp_path: Path, is_dict: bool) -> None:
+    """A fused step takes the memory of both as it lies: it paired other moments with a weight, and said nothing."""
+    kept, found = ChannelsLast(0), ChannelsLast(0)
+    kept.train(3)
+    asyncckpt.save(tmp_path / "d", kept.state)
+    if is_dict:
+        for name, state in asyncckpt.load(tmp_path / "d").items():
+            found.state[name].load_state_dict(state)
+    else:
+        asyncckpt.Loader(tmp_path / "d", tensors=found.state).load()
+    for one in kept, found:
+        one.train(2)
+    assert list(differences(live(found.state), live(kept.state))) == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

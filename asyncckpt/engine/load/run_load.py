@@ -25,6 +25,7 @@ from asyncckpt.commit.verified import mark_verified
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.load_object import load_object
 from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
+from asyncckpt.engine.load.shared_tensors import shared_again
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
 from asyncckpt.engine.process.log import log_exception
@@ -286,8 +287,13 @@ def empty_companions(emptied: Iterable[TableLoadPlan], plan: LoadPlan) -> None:
 
 
 def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPath, Any]) -> None:
-    """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt."""
+    """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt, which share
+    memory as they did.
+    """
     cast = frozenset(plan.cast_memory())
+    if contents.shared:
+        plain = {path: tensor for path, tensor in rebuilt.items() if type(tensor) is torch.Tensor}
+        rebuilt = {**rebuilt, **shared_again(plain, contents.shared)}
     for item in plan.objects:
         state = _module_state(item, rebuilt, contents) if item.is_module else _stored(item.path, rebuilt, contents)
         try:
