@@ -52,12 +52,14 @@ def made_mapping(kind: str, pairs: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def holds_typed_mappings(value: Json) -> bool:
-    """Return whether an encoded value is, or holds, a mapping that a reader must know."""
-    if type(value) is list:
-        return any(map(holds_typed_mappings, value))
-    if type(value) is not dict:
-        return False
-    return any(
-        kind in TYPED_MAPPINGS or (type(body) is list and any(map(holds_typed_mappings, body)))
-        for kind, body in value.items()
-    )
+    """Return whether an encoded value, of any depth, is or holds a mapping that a reader must know."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if type(item) is list:
+            left += item
+        elif type(item) is dict:
+            if not TYPED_MAPPINGS.isdisjoint(item):
+                return True
+            left += [body for body in item.values() if type(body) is list]
+    return False

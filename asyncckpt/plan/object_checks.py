@@ -89,7 +89,7 @@ class ObjectChecks:
         if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
             yield "is an optimizer, and no state of one was saved"
             return
-        if not all(isinstance(group.get("params", []), list) for group in groups):
+        if _is_text(stored.get("state"), [number for group in groups for number in group.get("params", [])]):
             yield (
                 "was saved by DCP as an optimizer's own state dict, with text for the numbers of parameters: get it by "
                 "asyncckpt.load, make the keys of its 'state' int, and call load_state_dict"
@@ -137,9 +137,16 @@ def memory_of(tensor: Any) -> object:
 def form_of(stored: StoredDense | None) -> torch.Tensor:
     """Return a tensor of the stored dtype and shape, which takes no memory."""
     if stored is None:
-        return torch.zeros((), device="cpu")
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
     return torch.zeros((), dtype=dtype, device="cpu").expand(stored.shape)
+
+
+def _is_text(state: Any, numbers: Collection[Any]) -> bool:
+    """Return whether the keys of states are the text of the numbers of parameters."""
+    return isinstance(state, Mapping) and any(
+        type(number) is int and number not in state and str(number) in state for number in numbers
+    )
 
 
 def _options(own: torch.optim.Optimizer, groups: list[Any]) -> tuple[set[str], set[str]]:

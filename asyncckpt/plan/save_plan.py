@@ -193,10 +193,11 @@ class PlanCache:
             for spec in [part for column in columns_of for part in split_rows(column)]:
                 columns[len(specs)] = (number, str(spec.column))
                 specs.append(spec)
-        flat = flat.held_still()  # All that follows is of tensors of these very facts.
-        for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
-            if leaf not in flat.sharded:
+        still = flat.held_still()  # All that follows is of tensors of these very facts.
+        for leaf, (name, *tensors) in enumerate(zip(names, flat.tensors, still.tensors, strict=True)):
+            for tensor in tensors if leaf not in flat.sharded else ():  # Those of the user may be of a kind that hides.
                 check_leaf(tensor, name)
+        flat = still
         memory, sharing = None, NOTHING_SHARED
         if shares:
             memory = LeafMemory(flat, self._device_of, read_places(flat.held)["address"])

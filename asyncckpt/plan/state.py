@@ -99,13 +99,11 @@ class FlatState:
 
 def still(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same memory that nobody else can give another form or other memory, if it has such."""
-    if type(tensor) in PLAIN_TENSORS:
-        return tensor.detach()
     try:
         found = tensor.detach()
     except Exception:  # It is of a kind that check_leaf refuses.
         return tensor
-    return found if type(found) is type(tensor) else tensor
+    return found if type(found) is type(tensor) or type(tensor) in PLAIN_TENSORS else tensor
 
 
 def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:

@@ -162,7 +162,8 @@ def test_ranges_load_from_a_whole_and_a_whole_from_ranges(tmp_path: Path, verify
         report = asyncckpt.Loader(tmp_path / "whole", {"t": part.table}, verify=verify).load()  # type: ignore[arg-type]
         assert report.rows == {"t": len(part.table)}
     assert [*parts[0].values(), *parts[1].values()] == whole.values()
-    with asyncckpt.Saver(path=tmp_path / "parts", hashtables={"a": parts[0].table, "b": parts[1].table}) as saver:
+    tables, alone = {"a": parts[0].table, "b": parts[1].table}, asyncckpt.RankOptions(alone=True)
+    with asyncckpt.Saver(path=tmp_path / "parts", hashtables=tables, ranks=alone) as saver:
         saver.save_async(1).result(60)
     target = Rows(0, 11, fill=-1.0)
     columns = ["id", "embedding", "momentum1"]

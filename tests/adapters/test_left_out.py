@@ -61,9 +61,10 @@ def test_a_module_among_the_tensors_needs_its_tables(tmp_path: Path) -> None:
 
 def test_what_asks_for_dense_state_gets_it(tmp_path: Path) -> None:
     model = Model()
-    tensors = {"model": dense_state_of(model), "state": model.state_dict()}
-    with asyncckpt.Saver(path=tmp_path, tensors=tensors) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors={"model": dense_state_of(model)}) as saver:
         saver.save(1)
+    with pytest.raises(asyncckpt.UsageError, match=r"left out.*state\.users \(table 'user'\)"):
+        asyncckpt.Saver(path=tmp_path, tensors={"state": model.state_dict()})
 
 
 def test_the_tables_of_a_module_are_all_of_them() -> None:
@@ -287,7 +288,7 @@ def test_a_checkpoint_without_tables_loads_into_a_module_that_has_some(tmp_path:
     model, other = (
         torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1)) for _ in "ab"
     )
-    with asyncckpt.Saver(path=tmp_path, tensors={"model": model.state_dict()}) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors={"model": dict(model.state_dict())}) as saver:
         saver.save(1)
     asyncckpt.Loader(tmp_path, tensors={"model": other}).load()
     assert torch.equal(other[1].weight, model[1].weight)

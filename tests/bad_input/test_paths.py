@@ -170,7 +170,7 @@ NO_PATHS = {
     "file:///tmp/x": "URL",
     "s3://bucket": "URL",
     "s3://key:secret@bucket/x": "URL",
-    "\ud800": "Unicode",
+    "\ud800": "encoding of file names",
 }
 
 

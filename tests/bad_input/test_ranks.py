@@ -121,7 +121,7 @@ def test_case_040_parts_of_ranks(tmp_path: Path, change: Any, match: str) -> Non
         (_covered_twice, "elements of tensor 'boxes' are missing or covered twice"),
         (_outside, "parts of tensor 'boxes' have another shape"),
         (_values_missing, "the tree and its values disagree"),
-        (_leaf_missing, "the tree and its values disagree"),
+        (_leaf_missing, "paths of mappings in the tree"),
         (_same_shard_twice, "ranks 1 and 2 hold the same shard of table 'user'"),
     ],
     ids=_name,

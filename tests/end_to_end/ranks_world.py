@@ -18,7 +18,7 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.sharded import Piece, Sharded
 from tests.chains.model import DIM, Rows, new_table, rows_of
 from tests.chains.written import Written
-from tests.end_to_end.merged_ranks import Boxes, as_boxes, merge
+from tests.end_to_end.merged_ranks import ALONE, Boxes, as_boxes, merge
 
 SPREAD = {"rows": (11, 3), "boxes": (7, 6), "deep": (3, 4, 5), "thin": (2, 9)}
 DTYPES = {"rows": torch.float32, "boxes": torch.bfloat16, "deep": torch.complex64, "thin": torch.bool}
@@ -115,7 +115,7 @@ def saved_by(path: Path, ranks_count: int, *, step: int = 5) -> Written:
         insert(table, owned({id: row(id) for id in IDS}, rank, ranks_count))
         state = state_of(rank, ranks_count)
         with asyncckpt.Saver(
-            path=path / f"{rank}", hashtables={"user": table}, tensors=state, durability="none"
+            path=path / f"{rank}", hashtables={"user": table}, tensors=state, durability="none", ranks=ALONE
         ) as saver:
             saver.save(step, metadata={"loss": 0.5})
     (path / "all").mkdir()
@@ -179,6 +179,7 @@ class TrainedRanks:
                 tensors=state,
                 deltas=ALWAYS,
                 durability="none",
+                ranks=ALONE,
             )
             for rank, (table, state) in enumerate(zip(self.tables, self.states, strict=True))
         ]

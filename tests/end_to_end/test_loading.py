@@ -108,12 +108,13 @@ def test_one_checkpoint_into_many_tables_and_back(tmp_path: Path, count: int) ->
     assert sum(len(image) for image in images) == len(source)
     for index, image in enumerate(images):
         assert all((id % 2**64) % count == index for id in image)
+    alone = asyncckpt.RankOptions(alone=True)
     for index, part in enumerate(parts):
-        with asyncckpt.Saver(path=tmp_path / f"part{index}", hashtables={"user": part}) as saver:
+        with asyncckpt.Saver(path=tmp_path / f"part{index}", hashtables={"user": part}, ranks=alone) as saver:
             saver.save_async(1).result(60)
     back = new_table()
     for index in range(count):
-        asyncckpt.Loader(tmp_path / f"part{index}", {"user": back}, merge=True).load()
+        asyncckpt.Loader(tmp_path / f"part{index}", {"user": back}, merge=True, strict=False).load()
     assert table_image(back) == table_image(source)
 
 

@@ -129,7 +129,8 @@ def test_deltas_are_folded_and_ranks_merged(tmp_path: Path) -> None:
         second.save(1)
     parquet.export_checkpoint(tmp_path / "run", tmp_path / "ranks")
     assert sorted(pq.read_table(tmp_path / "ranks" / "user.parquet")["id"].to_pylist()) == list(range(400))
-    with asyncckpt.Saver(path=tmp_path / "chain", hashtables={"user": tables[0]}) as saver:
+    alone = asyncckpt.RankOptions(alone=True)
+    with asyncckpt.Saver(path=tmp_path / "chain", hashtables={"user": tables[0]}, ranks=alone) as saver:
         saver.save(1)
         tables[0].insert(torch.tensor([0, 1000]), torch.ones(2, 2))
         tables[0].remove(torch.tensor([2]))

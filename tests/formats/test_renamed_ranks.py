@@ -17,7 +17,7 @@ KINDS = ["torch", "dcp", "hf", "recis", *(["parquet"] if importlib.util.find_spe
 
 
 def table(name: str, rank: int) -> asyncckpt.HashTable:
-    made = asyncckpt.HashTable(name, 2, shard=(rank, 2))
+    made = asyncckpt.HashTable(name, 2, replicated=True)
     made.insert(torch.arange(rank, 8, 2), torch.full((4, 2), float(rank)))
     return made
 

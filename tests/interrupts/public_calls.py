@@ -141,6 +141,7 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "PeriodicSaver.save_now": lambda: world.periodic.save_now(next(world.steps)),
         "PeriodicSaver.statistics": world.periodic.statistics,
         "Checkpointer.restore": world.checkpointer.restore,
+        "Checkpointer.begin_anew": world.checkpointer.begin_anew,
         "Checkpointer.step": lambda: world.checkpointer.step(next(world.steps)),
         "Checkpointer.save_now": lambda: world.checkpointer.save_now(next(world.steps)),
         "Checkpointer.statistics": world.checkpointer.statistics,

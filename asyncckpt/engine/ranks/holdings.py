@@ -107,8 +107,8 @@ def check_said(tables: Mapping[str, Table], *, index: int, count: int, may_be_pa
     A rank that saves alone must hold all of each, unless may_be_parts: its caller has said that it does so knowingly.
     """
     if count == 1:
-        for name, table in tables.items():
-            _check_all_here(name, table, may_be_parts=may_be_parts)
+        for name, table in () if may_be_parts else tables.items():
+            _check_all_here(name, table)
         return
     silent = [name for name, table in tables.items() if not _says_what_it_is(table)]
     if silent:
@@ -129,14 +129,12 @@ def check_said(tables: Mapping[str, Table], *, index: int, count: int, may_be_pa
             )
 
 
-def _check_all_here(name: str, table: Table, *, may_be_parts: bool) -> None:
-    of_rows = isinstance(table, HoldsRange) and not is_whole(table)
-    if of_rows or (is_part(table.shard) and not may_be_parts):
+def _check_all_here(name: str, table: Table) -> None:
+    if is_part(table.shard) or (isinstance(table, HoldsRange) and not is_whole(table)):
         raise UsageError(
             f"table {name!r} is a part, and this rank saves alone: nobody would save the rest",
             found=str(slice_of(table)),
-            # Nothing in a checkpoint says which range of rows is there, so no load could find that some are missing.
-            hint=TOGETHER_HINT if of_rows else f"{TOGETHER_HINT}; with RankOptions(alone=True) it is saved as a part",
+            hint=f"{TOGETHER_HINT}; with RankOptions(alone=True) it is saved as a part",
         )
 
 
