@@ -163,9 +163,8 @@ def _made(stored: StoredDense, device: torch.device, wanted: WholeRequest) -> to
     if wanted.empty is not None and device.type == "cpu":
         return wanted.empty(stored.shape, dtype)
     # An optimizer could not update one of inference mode later.
-    with (
-        torch.inference_mode(False),
-        enough_memory(f"tensor {stored.name!r}, {math.prod(stored.shape) * dtype.itemsize} bytes"),
+    with torch.inference_mode(False), enough_memory(
+        f"tensor {stored.name!r}, {math.prod(stored.shape) * dtype.itemsize} bytes"
     ):
         return torch.empty(stored.shape, dtype=dtype, device=device)
 

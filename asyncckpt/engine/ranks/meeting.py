@@ -44,6 +44,7 @@ SPELLINGS = (
     "RankOptions(process_group=torch.distributed.group.WORLD) says that all ranks save together, "
     "RankOptions(alone=True) that each saves alone"
 )
+MADE_ALONE = "Make it on every rank, or with options={'ranks': RankOptions(alone=True)} on the one that saves alone"
 
 
 class Meeting:
@@ -178,9 +179,9 @@ def meet(path: Place, *, closes: bool = True, what: str = "Saver") -> Meeting | 
     if meeting.is_complete or not closes:
         meeting.end()
     if not meeting.is_complete:
-        does = "saves alone" if closes else "waits for them at its saves"
+        does = f"saves alone. {SPELLINGS}, without this wait" if closes else f"waits for them. {MADE_ALONE}"
         warn(
             f"asyncckpt: not all ranks of torch.distributed have made a {what} of {str(path)!r} within {MEETING_S:g} "
-            f"s: rank {found[0]} of {found[1]} {does}. {SPELLINGS}, without this wait"
+            f"s: rank {found[0]} of {found[1]} {does}"
         )
     return meeting
