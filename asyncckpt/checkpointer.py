@@ -36,7 +36,7 @@ from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks import steps_together
-from asyncckpt.engine.ranks.open_directory import which_of_all
+from asyncckpt.engine.ranks.open_directory import look_for_all, which_of_all
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.engine.save.go_back import choose_step, go_back
 from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
@@ -112,7 +112,7 @@ class Checkpointer:
         if ranks.in_turn:
             raise UsageError("ranks in turn save through a Saver each", hint="a Checkpointer is one rank of a loop")
         if "shard_num" not in more:
-            more["shard_index"], more["shard_num"] = which_of_all(path, ranks)
+            more["shard_index"], more["shard_num"] = which_of_all(ranks)
         key = str(path) if StoreUrl.is_url(path) else os.path.realpath(path)
         _end_earlier(key)
         self._termination = Termination()
@@ -120,6 +120,7 @@ class Checkpointer:
             self._termination.listen()
         try:
             with self._termination.waiting(steps_together.ASKED_S_MAX):
+                look_for_all(path, None if "shard_num" in options else ranks)
                 self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
             self._together = StepsTogether(self._saver._target.ranks, self._termination)
             try:
@@ -139,11 +140,10 @@ class Checkpointer:
             raise
         self._until = None if max_hours is None else monotonic() + 3600 * max_hours
         self._step_ended: float | None = None
-        self._longest_step_s = 0.0
         self._last_step: int | None = None
         self._report: LoadReport | None = None
         self._key, self._pid = key, os.getpid()
-        self._is_entered = self._closed = False
+        self._longest_step_s, self._is_entered, self._closed = 0.0, False, False
         self._errors_before: list[BaseException] = []  # Raised before the last step ended, as far as can be seen.
         _open[key] = self
         if parent_process() is not None:  # Processes of multiprocessing end without what is registered with atexit.

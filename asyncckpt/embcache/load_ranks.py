@@ -81,7 +81,9 @@ class RanksLoad:
         bytes_read = 0
         with ExitStack() as touched:
             for index, folder in enumerate(self.save.folders):
-                request = LoadRequest(tables=self.wanted, state={}, merge=index > 0, threads=READ_THREADS)
+                request = LoadRequest(
+                    tables=self.wanted, merge=index > 0, threads=READ_THREADS, is_part=len(self.save.folders) > 1
+                )
                 with open_root(folder) as root:
                     opened = open_step(root, request, self.save.step)
                     with opened.reader:
@@ -151,7 +153,7 @@ def _checked(root: WriteRoot, save: CompleteSave, saved: SavedTables) -> tuple[C
     contents = contents_of(chain)
     check_names(contents.tables.keys() - save.companions, saved, owner=f"step {save.step} in {str(root.path)!r}")
     wanted = {name: table for name, table in saved.all.items() if name in contents.tables}
-    make_load_plan(chain, contents, _NO_DENSE, wanted, strict=True)
+    make_load_plan(chain, contents, _NO_DENSE, wanted, strict=True, is_part=len(save.folders) > 1)
     return contents, wanted
 
 

@@ -125,19 +125,20 @@ def make_load_plan(
     strict: bool,
     cast: bool = False,
     left_out: Sequence[str] = (),
+    is_part: bool = False,
 ) -> LoadPlan:
     """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense.
 
     cast: targets of other dtypes fit if these can be cast.
     left_out: tables that modules of the targets hold, and are no destinations. With strict they do not fit a checkpoint
-    with tables that nothing takes.
+    with tables that nothing takes. is_part: other directories hold the rest of the tables.
     """
     if strict:
         _check_readable(contents, chain.step)
     targets = targets.with_extra_states_of(contents)
     offer = Offer.of(contents, targets, tables)
     answer, missing = offer.settled(offer.filtered(filter_func), strict=strict)
-    match = _Match(chain, contents, targets, strict, cast)
+    match = _Match(chain, contents, targets, strict, cast, is_part)
     by_name = {item.name: item for item in targets.in_place}
     dense: list[DenseLoad] = []
     planned: list[TableLoadPlan] = []
@@ -190,10 +191,12 @@ class _Match:
     could_be_cast: whether `cast` would make something fit.
     """
 
-    def __init__(self, chain: Chain, contents: Contents, targets: DenseTargets, strict: bool, cast: bool) -> None:
+    def __init__(
+        self, chain: Chain, contents: Contents, targets: DenseTargets, strict: bool, cast: bool, is_part: bool
+    ) -> None:
         self.problems: list[str] = []
         self.absent: dict[str, None] = {}
-        self.could_be_cast = False
+        self.could_be_cast, self._is_part = False, is_part
         self._chain, self._contents, self._targets, self._strict, self._cast = chain, contents, targets, strict, cast
         objects = [item for item in targets.rebuilt if not item.is_module]
         self._resizing = ResizingModules(contents)
@@ -276,7 +279,7 @@ class _Match:
             if self._strict and absent:
                 self.problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
             self.absent |= dict.fromkeys(f"{name}@{column}" for column in absent)
-        if self._strict and held and not make_up(held, table.shard):
+        if self._strict and not self._is_part and held and not make_up(held, table.shard):
             only = ", ".join(map(described, held[:8]))
             self.problems.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {only}")
         return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))

@@ -7,6 +7,7 @@ from pathlib import Path
 from asyncckpt.embcache.find_collections import saved_tables
 from asyncckpt.embcache.path_rules import make_folders
 from asyncckpt.embcache.saver import _ExactModesSaver
+from asyncckpt.options import RankOptions
 from tests.embcache.models import Net
 
 
@@ -21,5 +22,6 @@ def save_rank(net: Net, path: Path, *, step: int, save_id: str) -> None:
     folder = path / rank_folder(rank=rank, world_size=world_size)
     make_folders(folder)
     facts = {"save_id": save_id, "rank": rank, "world_size": world_size, "companions": list(saved.companions)}
-    with _ExactModesSaver(path=folder, hashtables=saved.tables) as saver:
+    alone = RankOptions(alone=True)
+    with _ExactModesSaver(path=folder, hashtables=saved.tables, ranks=alone) as saver:
         saver.save(step, metadata={"embcache": facts})

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import asyncckpt
 from asyncckpt.coordination import store_channel
+from asyncckpt.engine.ranks import meeting
 from asyncckpt.errors import CheckpointError, ConflictError, FilterError, PeerError, UsageError
 from tests.ranks.training import Training
 
@@ -390,17 +391,24 @@ def replicas(rank: int, folder: Path) -> None:
 
 
 def without_a_word_about_ranks(rank: int, folder: Path) -> None:
-    """Two ranks that take the directory each for itself: the second one is told what to do."""
+    """Two ranks that take the directory each for itself: the second one is told what to do, and comes in afterwards."""
+    meeting.MEETING_S = 0.2
     group_of(rank, 2, folder)
-    if rank == 0:
-        with asyncckpt.Saver(path=folder / "checkpoints"):
+    for opening in range(2):
+        if rank == opening:
+            with pytest.warns(UserWarning, match="saves alone"):
+                saver = asyncckpt.Saver(path=folder / "checkpoints")
             dist.barrier()
             dist.barrier()
-        return
-    dist.barrier()
-    with pytest.raises(ConflictError, match="ranks of one job save together, see RankOptions"):
-        asyncckpt.Saver(path=folder / "checkpoints")
-    dist.barrier()
+            saver.close()
+        else:
+            dist.barrier()
+            with pytest.raises(ConflictError, match=r"come too late.*process_group=.*alone=True"):
+                asyncckpt.Saver(path=folder / "checkpoints")
+            with pytest.raises(ConflictError, match="ranks of one job save together, see RankOptions"):
+                asyncckpt.Saver(path=folder / "checkpoints", ranks=asyncckpt.RankOptions(alone=True))
+            dist.barrier()
+        dist.barrier()
 
 
 def boxes_that_do_not_make_up_the_whole(rank: int, folder: Path) -> None:

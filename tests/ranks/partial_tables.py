@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import asyncckpt
 from asyncckpt import embcache
+from asyncckpt.cli import run as run_command
 from asyncckpt.coordination import store_channel
 from asyncckpt.dcp import StorageWriter
 from asyncckpt.engine.ranks import meeting
@@ -91,6 +92,25 @@ def run_cells(listed: list[Cell], ranks_count: int, rank: int, folder: Path) -> 
         dist.barrier()
         dist.destroy_process_group()
     assert not wrong, "\n".join(wrong)
+
+
+def no_door_waits(rank: int, folder: Path) -> None:
+    """What says who saves, or takes it from torch.distributed, does not look for other ranks."""
+    group_of(rank, 2, folder)
+    with mock.patch.object(meeting.Meeting, "wait", side_effect=AssertionError("it waits to see who comes")):
+        for door in ("embcache", "strategy", "dcp"):
+            DOORS[door](Cell(door, "default", indices=False, come="all", said="right"), rank, 2, folder / door)
+        for group, indices in (("given", False), ("given", True), ("default", True)):
+            cell = Cell("table", group, indices, "all", "right")
+            save_table(cell, rank, 2, folder / f"{group}-{indices}")
+        if rank == 0:
+            asyncckpt.save(folder / "alone", {"w": torch.ones(3)})
+            torch.save({"w": torch.ones(3)}, folder / "w.pt")
+            assert run_command(["import", "torch", str(folder / "w.pt"), str(folder / "imported")]) == 0
+            for name in ("alone", "imported"):
+                assert asyncckpt.Loader(folder / name, tensors={"w": torch.zeros(3)}).load().step == 0
+                assert list(asyncckpt.load(folder / name)) == ["w"]
+    dist.barrier()
 
 
 def judged(cell: Cell, rank: int, ranks_count: int, path: Path) -> str:

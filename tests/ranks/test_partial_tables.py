@@ -19,6 +19,10 @@ def test_a_part_is_never_the_whole_at_doors_drawn(tmp_path: Path, base_seed: int
     assert run(partial(partial_tables.run_cells, listed, 2), 2, tmp_path) == [0, 0]
 
 
+def test_doors_that_know_who_saves_do_not_wait_to_see_who_comes(tmp_path: Path) -> None:
+    assert run(partial_tables.no_door_waits, 2, tmp_path) == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_count", [1, 2, 4])
 @pytest.mark.parametrize("door", partial_tables.DOORS)

@@ -69,6 +69,7 @@ class LoadRequest:
     whole: load everything into targets that are made for it, and no other ones.
     puts_values: plain values are put into the mappings and lists of the state.
     before_fill: called right before the first target is touched.
+    is_part: other directories hold the rest of the tables.
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class LoadRequest:
     whole: WholeRequest | None = None
     puts_values: bool = False
     before_fill: Callable[[], object] = lambda: None
+    is_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
         strict=request.strict,
         cast=request.cast,
         left_out=tables_left_out(request.state, tables.values()),
+        is_part=request.is_part,
     )
     report = report_of(root.path, chain, contents, targets, plan)
     reader = ChainReader(

@@ -38,12 +38,13 @@ PAUSE_S_MAX = 0.05
 ANSWER_S_MAX = 30.0  # For one answer of the default store, which others use, too, and another host may serve.
 CLOSE_S_MAX = 2.0
 ROUND = "round"
-KEYS = ("came", "complete", "alone", "ended")
+KEYS = ("came", "complete", "alone", "ended", "over")
 _CLOSED = 1 << 32  # Above all numbers of ranks, and below what a counter holds.
 SPELLINGS = (
     "RankOptions(process_group=torch.distributed.group.WORLD) says that all ranks save together, "
     "RankOptions(alone=True) that each saves alone"
 )
+MADE_ALONE = "Make it on every rank, or with options={'ranks': RankOptions(alone=True)} on the one that saves alone"
 
 
 class Meeting:
@@ -52,23 +53,23 @@ class Meeting:
     def __init__(self, place: Any, *, rank: int, ranks_count: int) -> None:
         self.rank, self.ranks_count, self.is_complete = rank, ranks_count, False
         self._place, self._line, self._round = place, StoreLine(lambda: place), 0
-        self._pid, self._is_alone = os.getpid(), False
+        self._pid, self._is_alone, self._is_counted = os.getpid(), False, False
 
     def wait(self, path: Place, *, closes: bool) -> None:
         """Return when all have come, or MEETING_S have passed."""
         until = time.monotonic() + MEETING_S
         pauses = Pauses(pause_s_max=PAUSE_S_MAX)
-        while (came := self._ask(self._come)) > self.ranks_count:
-            if self._ask(self._is_held):
-                raise ConflictError(
-                    f"this rank has come too late to save into {str(path)!r}: another rank of torch.distributed has "
-                    f"waited {MEETING_S:g} s for all of them, and saves alone",
-                    found=f"rank {self.rank} of {self.ranks_count}",
-                    hint=SPELLINGS,
-                )
-            if not pauses.pause(until):
-                raise PeerError("the ranks cannot meet", rank=None, cause="a rank has left while they met")
         try:
+            while (came := self._ask(self._come)) > self.ranks_count:
+                if self._ask(self._is_held):
+                    raise ConflictError(
+                        f"this rank has come too late to save into {str(path)!r}: another rank of torch.distributed "
+                        f"has waited {MEETING_S:g} s for all of them, and saves alone",
+                        found=f"rank {self.rank} of {self.ranks_count}",
+                        hint=SPELLINGS,
+                    )
+                if not pauses.pause(until):
+                    raise self._failed()
             if came == self.ranks_count:
                 self._ask(self._complete)
             outcome = self._ask(self._look)
@@ -79,9 +80,11 @@ class Meeting:
                 until = time.monotonic() + ANSWER_S_MAX
                 while outcome is None and pauses.pause(until):  # Another rank has closed it, and says the outcome.
                     outcome = self._ask(self._look)
+                if outcome is None:
+                    raise self._failed()
         except BaseException:
             with suppress(LineBroken):
-                self._line.ask(lambda store: store.add(self._key("came"), -1))
+                self._line.ask(self._take_back)
             raise
         self.is_complete = bool(outcome)
         if closes and not self.is_complete:
@@ -96,9 +99,20 @@ class Meeting:
                 self._line.ask(self._leave).wait(CLOSE_S_MAX)
         self._line.hang_up()
 
+    def _failed(self) -> PeerError:
+        """Return why there is no outcome: a rank has left before it said so. Who comes afterwards begins anew."""
+        self._ask(self._begin_next)
+        return PeerError("the ranks cannot meet", rank=None, cause="a rank has left while they met")
+
     def _come(self, store: Any) -> int:
         self._round = store.add(ROUND, 0)
-        return int(store.add(self._key("came"), 1))
+        came = int(store.add(self._key("came"), 1))
+        self._is_counted = True
+        return came
+
+    def _take_back(self, store: Any) -> None:
+        if self._is_counted:
+            store.add(self._key("came"), -1)
 
     def _is_held(self, store: Any) -> bool:
         return bool(store.add(self._key("alone"), 0)) and store.add(ROUND, 0) == self._round
@@ -109,21 +123,23 @@ class Meeting:
 
     def _look(self, store: Any) -> bool | None:
         """Return whether all have come, once that is decided."""
-        if store.add(self._key("complete"), 0):
-            return True
-        return False if store.add(self._key("alone"), 0) else None
+        is_complete, is_alone = store.add(self._key("complete"), 0), store.add(self._key("alone"), 0)
+        if store.add(ROUND, 0) > self._round + 1:  # The answers are of keys that may have been removed.
+            raise PeerError("the ranks cannot meet", rank=self.rank, cause="this rank was stopped while they met")
+        return True if is_complete else False if is_alone else None
 
     def _close(self, store: Any) -> bool | None:
         closes_count, came = divmod(store.add(self._key("came"), _CLOSED), _CLOSED)
+        outcome = self._look(store)
         # All have come if the last of them did before the first of all closed it: it says so.
-        return False if closes_count == 1 and came < self.ranks_count else None
+        return False if outcome is None and closes_count == 1 and came < self.ranks_count else outcome
 
     def _leave(self, store: Any) -> None:
         if store.add(self._key("ended"), 1) >= store.add(self._key("alone"), 0):
             self._begin_next(store)
 
     def _begin_next(self, store: Any) -> None:
-        if store.add(ROUND, 0) == self._round:
+        if store.add(ROUND, 0) == self._round and store.add(self._key("over"), 1) == 1:
             store.add(ROUND, 1)
             for name in KEYS if self._round else ():
                 store.delete_key(f"{self._round - 1}/{name}")
@@ -163,9 +179,9 @@ def meet(path: Place, *, closes: bool = True, what: str = "Saver") -> Meeting | 
     if meeting.is_complete or not closes:
         meeting.end()
     if not meeting.is_complete:
-        does = "saves alone" if closes else "waits for them at its saves"
+        does = f"saves alone. {SPELLINGS}, without this wait" if closes else f"waits for them. {MADE_ALONE}"
         warn(
             f"asyncckpt: not all ranks of torch.distributed have made a {what} of {str(path)!r} within {MEETING_S:g} "
-            f"s: rank {found[0]} of {found[1]} {does}. {SPELLINGS}, without this wait"
+            f"s: rank {found[0]} of {found[1]} {does}"
         )
     return meeting

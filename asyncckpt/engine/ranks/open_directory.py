@@ -103,16 +103,15 @@ def which_shard(shard_index: int, shard_num: int, path: str | os.PathLike[str], 
     return OwnShard(*own_rank(index, count, process_group, names=("shard_index", "shard_num")))
 
 
-def which_of_all(path: str | os.PathLike[str], options: RankOptions) -> tuple[int, int]:
-    """Return (rank, number of ranks) of one that saves with all ranks there are, unless it says that it is alone.
+def which_of_all(options: RankOptions) -> tuple[int, int]:
+    """Return (rank, number of ranks) of one that saves with all ranks there are, unless it says that it is alone."""
+    return (0, 1) if options.alone else own_rank(None, None, options.process_group)
 
-    Warns where it is said nowhere, and the others are not there within some seconds.
-    """
-    if options.alone:
-        return 0, 1
-    if options.process_group is None:
+
+def look_for_all(path: str | os.PathLike[str], options: RankOptions | None) -> None:
+    """Warn where nothing says who saves, and the others are not there within some seconds. None: the shard is given."""
+    if options is not None and options.process_group is None and not options.alone:
         meet(check_place(path), closes=False, what="Checkpointer")
-    return own_rank(None, None, options.process_group)
 
 
 def open_ranks(process_group: Any, *, peer_deadline_s: float) -> Ranks:
