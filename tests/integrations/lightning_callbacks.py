@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import pkgutil
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from lightning.pytorch import callbacks
 import asyncckpt
 from asyncckpt.integrations.lightning import AsyncCheckpoint, Batches
 from asyncckpt.trainer_state import ResumableSampler
+from tests.integrations.same import same
 
 EPOCHS, BATCHES, EVERY = 3, 6, 4
 STEPS = EPOCHS * BATCHES
@@ -121,25 +123,21 @@ class Run:
             self.validated.setdefault(step, set()).add(loss)
         self.facts = {
             "weights": module.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in running.optimizers],
+            "moments": [optimizer.state_dict()["state"] for optimizer in running.optimizers],
+            "groups": [optimizer.state_dict()["param_groups"] for optimizer in running.optimizers],
             "schedulers": [config.scheduler.state_dict() for config in running.lr_scheduler_configs],
             "steps": (running.global_step, running.fit_loop.epoch_progress.current.completed),
             "callback": {} if isinstance(callback, NOT_COMPARED) else callback.state_dict(),
         }
 
-    def differences(self, other: Run) -> list[str]:
-        wrong = [name for name, value in self.facts.items() if not same(value, other.facts[name])]
-        return wrong + (["validations"] if self.validated != other.validated else [])
+    def differences(self, other: Run) -> set[str]:
+        wrong = {name for name, value in self.facts.items() if not same(value, other.facts[name])}
+        steps = self.validated.keys() | other.validated.keys()
+        return wrong | {f"validation {at}" for at in steps if self.validated.get(at) != other.validated.get(at)}
 
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    def validated_before(self, step: int) -> Run:
+        """Return a run that begins with what this one has measured before a step is resumed."""
+        return Run({at: set(losses) for at, losses in self.validated.items() if at < step or step == STEPS})
 
 
 class Programs:
@@ -182,14 +180,42 @@ class Programs:
         return AsyncCheckpoint(self._folder / name, every_n_train_steps=EVERY)
 
     @cache  # noqa: B019
-    def own_goes_on(self, step: int) -> bool:
-        """Return whether Lightning's own checkpoint of a step goes on exactly, but for random numbers."""
-        whole, resumed, own = Run(), Run(), OwnSaving()
-        self.fit(whole, own, dropout=0.0)
+    def whole(self, dropout: float) -> Run:
+        """Return a run that nothing ends, saved by ours as `whole-DROPOUT`."""
+        run = Run()
+        assert self.fit(run, self.ours(f"whole-{dropout}"), dropout=dropout) is None
+        return run
+
+    @cache  # noqa: B019
+    def own_resumed(self, step: int) -> tuple[Run, BaseException | None]:
+        """Return what Lightning's own checkpoint of a step comes to; without dropout, for it has no random numbers."""
+        if step == 0:
+            return self.whole(0.0), None
+        resumed, own = self.whole(0.0).validated_before(step), OwnSaving()
+        self.fit(Run(), own, dropout=0.0)
         path = self._folder / "own.ckpt"
         path.write_bytes(own.files[step])
-        is_done = self.fit(resumed, path=path, dropout=0.0) is None
-        return is_done and not set(resumed.differences(whole)) - {"validations"}
+        return resumed, self.fit(resumed, path=path, dropout=0.0)
+
+    def part(self, step: int, dropout: float) -> Run:
+        """Have the folder `part` be as a kill leaves it when a step was saved, and return the run until then."""
+        before = self.whole(dropout).validated_before(step)
+        shutil.copytree(self._folder / f"whole-{dropout}", self._folder / "part")
+        asyncckpt.checkpoints.remove_after(self._folder / "part", step)
+        return before
+
+    def ended(self, hook: str, step: int, error: BaseException, dropout: float) -> Run:
+        run = Run()
+        self.fit(run, self.ours("part"), first=[Raising(hook, step, error)], dropout=dropout)
+        return run
+
+    def resumed(self, ended: Callable[[float], Run], dropout: float) -> tuple[int, Run, BaseException | None]:
+        """Resume what was ended; return from which step, what the run has come to, and what has ended it."""
+        run = ended(dropout)
+        step = max(asyncckpt.list_steps(self._folder / "part"), default=0)
+        error = self.fit(run, self.ours("part"), path="last", dropout=dropout)
+        shutil.rmtree(self._folder / "part")
+        return step, run, error
 
 
 def ends() -> Iterator[tuple[str, int, BaseException]]:
@@ -211,7 +237,3 @@ def ends() -> Iterator[tuple[str, int, BaseException]]:
     for hook, steps in hooks.items():
         for step in steps:
             yield hook, step, KeyboardInterrupt() if step % 4 == 0 or hook == "on_validation_end" else ValueError(hook)
-
-
-def newest(folder: Path) -> int:
-    return max(asyncckpt.list_steps(folder), default=0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,15 @@ import torch
 
 import asyncckpt
 from asyncckpt.integrations.lightning import AsyncCheckpointIO
-from tests.integrations.lightning_callbacks import (
-    STEPS,
-    OwnSaving,
-    Programs,
-    Raising,
-    Run,
-    ends,
-    newest,
-    same,
-    shipped,
-)
+from tests.integrations.lightning_callbacks import OwnSaving, Programs, Run, ends, shipped
+from tests.integrations.remaining import differing
+from tests.integrations.same import same
 from tests.shares import share_of
 
 LEFT_OUT = {
     "BaseFinetuning": "is abstract; BackboneFinetuning is one",
     "ProgressBar": "is abstract; the two others are",
 }
-# Undone with its trials, whose random numbers Lightning keeps and ours puts back.
-DRAWN = ("BatchSizeFinder", "LearningRateFinder")
 
 
 def made(kind: type, folder: Path) -> Callable[[], Any]:
@@ -53,38 +43,35 @@ def made(kind: type, folder: Path) -> Callable[[], Any]:
     }.get(kind.__name__, kind)
 
 
-@pytest.mark.parametrize("kind", shipped(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", share_of(shipped(), "callbacks of Lightning"), ids=lambda kind: kind.__name__)
 def test_a_fit_goes_on_where_it_was_ended(kind: type, tmp_path: Path) -> None:
     if kind.__name__ in LEFT_OUT:
         pytest.skip(LEFT_OUT[kind.__name__])
     programs = Programs(tmp_path, made(kind, tmp_path))
-    plain, whole, own = Run(), Run(), OwnSaving()
+    plain, own, wrong = Run(), OwnSaving(), {}
     assert programs.fit(plain, own) is None
-    assert programs.fit(whole, programs.ours("whole")) is None
-    if kind.__name__ not in DRAWN:
-        assert whole.differences(plain) == []
-    wrong, folder = {}, tmp_path / "part"
+    whole = programs.whole(0.5)
+    if differs := whole.differences(plain):
+        assert differing(kind.__name__, differs), differs
 
-    def go_on(run: Run, what: str) -> None:
-        step, error = newest(folder), programs.fit(run, programs.ours("part"), path="last")
-        found = run.differences(whole) if error is None else [repr(error)]
-        if found and (step == 0 or programs.own_goes_on(min(step, STEPS - 1))):
-            wrong[f"{what}, from step {step}"] = found
-        elif found:
-            print(f"{what}, from step {step}: Lightning's own saving does not go on either: {found}")
-        shutil.rmtree(folder)
+    def go_on(what: str, ended: Callable[[float], Run]) -> None:
+        step, run, error = programs.resumed(ended, 0.5)
+        if error is None and not run.differences(whole):
+            return
+        # Lightning saves no random numbers: beside its own saving nothing may draw any.
+        step, run, error = programs.resumed(ended, 0.0)
+        by_own, own_error = programs.own_resumed(step)
+        differs = {repr(error)} if error is not None else run.differences(programs.whole(0.0))
+        is_as_own = type(error) is type(own_error) and (error is not None or not differs & run.differences(by_own))
+        if not is_as_own or not differing(kind.__name__, differs or {"random numbers"}):
+            wrong[f"{what}, from step {step}"] = differs
 
-    for step in asyncckpt.list_steps(tmp_path / "whole"):
+    for step in asyncckpt.list_steps(tmp_path / "whole-0.5"):
         theirs = torch.load(io.BytesIO(own.files[step]), weights_only=False)
-        ours = AsyncCheckpointIO().load_checkpoint(tmp_path / "whole" / f"step={step}")
+        ours = AsyncCheckpointIO().load_checkpoint(tmp_path / "whole-0.5" / f"step={step}")
         compared = theirs.keys() - {"loops", "epoch", "callbacks"}  # With them a fit goes on elsewhere.
         assert [name for name in compared if not same(theirs[name], ours[name])] == []
-        shutil.copytree(tmp_path / "whole", folder)
-        asyncckpt.checkpoints.remove_after(folder, step)
-        before = {at: losses for at, losses in whole.validated.items() if at < step or step == STEPS}
-        go_on(Run(validated=before), "killed")
-    for hook, step, error in share_of(ends(), f"ends of {kind.__name__}"):
-        run = Run()
-        programs.fit(run, programs.ours("part"), first=[Raising(hook, step, error)])
-        go_on(run, f"{type(error).__name__} in {hook} at step {step}")
-    assert wrong == {}
+        go_on("killed", partial(programs.part, step))
+    for hook, step, error in share_of(ends(), f"ends of {kind.__name__}", every=2):
+        go_on(f"{type(error).__name__} in {hook} at step {step}", partial(programs.ended, hook, step, error))
+    assert wrong == {}, wrong
