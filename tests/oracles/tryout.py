@@ -27,7 +27,7 @@ STEPS_AFTER = 20
 class Outcome:
     """What came of a way. error: of the save or the load. changed: where a refused load has changed its targets.
 
-    begun, ended: images of the loaded run, right behind the load and after further steps; losses of these.
+    begun, ended: images of the loaded run, right after the load and after further steps; losses of these.
     """
 
     error: BaseException | None = None
@@ -90,7 +90,7 @@ def go_through(case: Case, door: Door, *, is_wrapped: tuple[bool, bool]) -> Outc
     try:
         losses = image(target.train(STEPS_AFTER))
     except Exception as error:
-        return Outcome(error, ("in a step behind the load",))
+        return Outcome(error, ("in a step after the load",))
     return Outcome(None, (), begun, target.image(), losses)
 
 
