@@ -110,7 +110,7 @@ def _through_dcp(run: Run, reader: Any) -> None:
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def save_behind(run: Run, path: Path) -> None:
+def save_async(run: Run, path: Path) -> None:
     """Training goes on before the save is durable."""
     with asyncckpt.Saver(path=path / "run", tensors=run.state, **FAST) as saver:
         future = saver.save_async(run.step)
@@ -154,7 +154,7 @@ def save_by_dcp(run: Run, path: Path) -> None:
     dcp.save(state_dicts(run.state), storage_writer=asyncckpt.dcp.StorageWriter(path / "run", **FAST))
 
 
-def save_behind_by_dcp(run: Run, path: Path) -> None:
+def save_async_by_dcp(run: Run, path: Path) -> None:
     writer = asyncckpt.dcp.StorageWriter(path / "run", **FAST)
     saved: Any = dcp.async_save(state_dicts(run.state), storage_writer=writer)
     getattr(saved, "upload_completion", saved).result(60)
@@ -225,7 +225,7 @@ def load_exported_dcp(path: Path, run: Run) -> None:
 TORCH_SAVE, TORCH_SAVE_EXACT = Door(save_file, load_file), Door(save_file, load_file_exactly)
 TORCH_DCP = Door(save_dcp, load_dcp, needs_twin=True)
 DOORS: dict[str, Door] = {
-    "Saver and Loader": Door(save_behind, load_in_place),
+    "Saver and Loader": Door(save_async, load_in_place),
     "a blocking save, verified before": Door(save_now, load_verified),
     "a Saver without memory, and load": Door(save_in_small_memory, load_as_dict, (True, False)),
     "save and load": Door(save_as_dict, load_as_dict, (True, False)),
@@ -238,7 +238,7 @@ DOORS: dict[str, Door] = {
     "import of a file, as a dict": Door(save_file_and_import, load_as_dict, (False, False)),
     "deltas and compaction": Door(save_often_and_compact, load_in_place, early=1),
     "our storage of DCP": Door(save_by_dcp, load_by_dcp, (False, False), needs_twin=True),
-    "our storage of DCP, behind": Door(save_behind_by_dcp, load_by_dcp, (False, False), needs_twin=True),
+    "our storage of DCP, async": Door(save_async_by_dcp, load_by_dcp, (False, False), needs_twin=True),
     "import of a DCP directory": Door(save_dcp_and_import, load_by_dcp, (False, False), needs_twin=True),
     "export of a DCP directory": Door(save_as_dict, load_exported_dcp, (False, False), needs_twin=True),
 }

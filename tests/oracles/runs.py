@@ -77,7 +77,7 @@ class Case:
 
 
 class Model(nn.Module):
-    """The modules of a case, one behind the other."""
+    """The modules of a case, one after the other."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()

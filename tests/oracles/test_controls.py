@@ -18,7 +18,7 @@ from tests.shares import share_of
 
 PLAIN = (False, False)
 pytestmark = pytest.mark.filterwarnings("ignore")
-# What torch.save does not keep, or what is to differ behind a load.
+# What torch.save does not keep, or what is to differ after a load.
 NOT_KEPT = {
     "module:buffers": "one is not persistent",
     "module:hooked": "it knows that it was loaded",

@@ -142,6 +142,10 @@ def is_real(param: torch.Tensor) -> bool:
     return not param.is_complex()
 
 
+def is_plain(param: torch.Tensor) -> bool:
+    return param.dtype is torch.float32 and param.is_contiguous()
+
+
 @dataclass(frozen=True)
 class Kind:
     """How an optimizer is made, and which parameters it takes. is_whole: of all groups one, by itself."""
@@ -162,7 +166,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "sgd_fused": kind(optim.SGD, lr=0.05, momentum=0.9, fused=True),
     "adam": kind(optim.Adam, anything, lr=0.02, foreach=False),
     "adam_maximize": kind(optim.Adam, anything, lr=0.002, maximize=True, amsgrad=True),
-    "adam_tensor_lr": kind(optim.Adam, lr=torch.tensor(0.02), foreach=False),
+    "adam_tensor_lr": Kind(lambda params: optim.Adam(params, lr=torch.tensor(0.02), foreach=False)),
     "adamw_foreach": kind(optim.AdamW, anything, lr=0.02, foreach=True, amsgrad=True),
     "adamw_fused": kind(optim.AdamW, lr=0.02, fused=True),
     "adagrad": kind(optim.Adagrad, anything, lr=0.05, initial_accumulator_value=0.1),
@@ -173,7 +177,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "radam": kind(optim.RAdam, anything, lr=0.02),
     "asgd": kind(optim.ASGD, lr=0.02, t0=2),
     "rprop": kind(optim.Rprop, lr=0.01),
-    "lbfgs": Kind(lambda params: optim.LBFGS(params, lr=0.1, max_iter=2, history_size=3), is_whole=True),
+    "lbfgs": Kind(lambda params: optim.LBFGS(params, lr=0.1, max_iter=2, history_size=3), is_plain, is_whole=True),
     "sparse_adam": Kind(lambda params: optim.SparseAdam(params, lr=0.02), lambda param: False, takes_sparse=True),
     "adafactor": kind(optim.Adafactor, lr=0.02),
     "masters": kind(Masters),

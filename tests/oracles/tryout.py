@@ -27,7 +27,7 @@ STEPS_AFTER = 20
 class Outcome:
     """What came of a way. error: of the save or the load. changed: where a refused load has changed its targets.
 
-    begun, ended: images of the loaded run, right behind the load and after further steps; losses of these.
+    begun, ended: images of the loaded run, right after the load and after further steps; losses of these.
     """
 
     error: BaseException | None = None
@@ -87,7 +87,10 @@ def go_through(case: Case, door: Door, *, is_wrapped: tuple[bool, bool]) -> Outc
             return Outcome(error, tuple(changed))
     target.step, target.grown = case.steps, case.steps >= GROWS_AT
     begun = target.image()
-    losses = image(target.train(STEPS_AFTER))
+    try:
+        losses = image(target.train(STEPS_AFTER))
+    except Exception as error:
+        return Outcome(error, ("in a step after the load",))
     return Outcome(None, (), begun, target.image(), losses)
 
 
@@ -119,8 +122,10 @@ def try_case(case: Case, doors: Mapping[str, Door] = DOORS, *, is_wrapped: tuple
     for name, door in doors.items():
         outcome = go_through(case, door, is_wrapped=is_wrapped)
         found = outcome.against(wanted)
-        if found and door.needs_twin:
-            found = [] if by_dcp.error is not None else outcome.against(by_dcp)
+        if door.needs_twin and by_dcp.error is not None and outcome.error is not None:
+            continue  # DCP cannot do it either.
+        if found and door.needs_twin and by_dcp.error is None:
+            found = outcome.against(by_dcp)
         if found:
             findings[name] = found
         elif outcome.error is not None:
