@@ -17,7 +17,7 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.native.tensors import PLACE, Places
 from asyncckpt.native.torch_calls import KnownTensors
-from asyncckpt.plan.leaf_checks import is_transformed
+from asyncckpt.plan.leaf_checks import check_leaf, is_transformed
 from asyncckpt.plan.state import PLAIN_TENSORS, still
 
 _FORMS_MAX = 4
@@ -61,6 +61,10 @@ class LeafFacts:
         """Return the error for tensors that do not have these facts any more, or had others for a moment."""
         number = next((number for number in range(len(tensors)) if not self._holds(number, tensors[number])), None)
         if number is None:
+            for number, tensor in enumerate(tensors):
+                check_leaf(tensor, name(number))
+                if tensor.numel() and not _address(tensor):
+                    return without_memory(name(number))
             return changed("tensors of the state have become others", found="those of the plan, but not all the time")
         sizes, kinds, strides, *_ = (facts for _, facts in self._facts)
         expected = f"{kinds[number][0]} {tuple(sizes[number])}, strides {strides[number]}"
@@ -105,6 +109,10 @@ def changed(what: str, **facts: str) -> UsageError:
         **facts,
         hint="let no signal handler and no other thread change their dtype, shape, device or memory meanwhile",
     )
+
+
+def without_memory(name: str) -> UsageError:
+    return UsageError(f"tensor {name!r} has no memory", hint="it stands for values that torch has not made")
 
 
 def read_places(tensors: Sequence[torch.Tensor]) -> Places:

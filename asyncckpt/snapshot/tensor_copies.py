@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.devices.watches import Watch
-from asyncckpt.errors import UsageError
 from asyncckpt.native import I64, U64, core
 from asyncckpt.plan.dense_blocks import BY_HOST, BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.leaf_checks import check_extent
-from asyncckpt.plan.leaf_facts import LeafFacts, changed, read_places
+from asyncckpt.plan.leaf_facts import LeafFacts, changed, read_places, without_memory
 from asyncckpt.plan.shared_leaves import LeafMemory
 from asyncckpt.plan.state import still
 
@@ -77,7 +76,7 @@ def look(
         raise changed(f"tensor {name(number)!r} has become another one", found="a storage that was shrunk for a moment")
     copied &= ways.way != BY_TORCH
     for number in np.flatnonzero(copied & (places["address"] == 0)).tolist():
-        raise UsageError(f"tensor {name(number)!r} has no memory", hint="it stands for values that torch has not made")
+        raise without_memory(name(number))
     for number in np.flatnonzero(copied & (places["address"] - offsets.astype(np.uint64) != held)).tolist():
         raise changed(f"tensor {name(number)!r} has become another one", found="memory that it got at this moment")
     if memory is not None and not memory.is_shared_alike(places["address"]):

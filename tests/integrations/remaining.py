@@ -7,7 +7,7 @@ and print those that they have met.
 from __future__ import annotations
 
 REMAINING: dict[str, str] = {
-    "BackboneFinetuning": "Lightning unfreezes a backbone at the begin of one epoch, and not where a later one is resumed",
+    "BackboneFinetuning": "Lightning unfreezes a backbone when one epoch begins, and not where a later one is resumed",
 }
 MET: dict[str, set[str]] = {}
 
