@@ -27,11 +27,14 @@ class TrainerValues:
 
     def note(self) -> None:
         """Remember a step that has ended, for a save by an error in the middle of the next one."""
+        self._noted = self._now()
+
+    def _now(self) -> dict[str, Any]:
         trainer = self._trainer
         if trainer.args.parallel_mode is not transformers.training_args.ParallelMode.DISTRIBUTED:
             trainer.store_flos()  # Else ranks would have to do so together.
         loss = getattr(trainer, "_tr_loss", 0.0)
-        self._noted = {
+        return {
             "state": copy.copy(trainer.state),
             "logs_count": len(trainer.state.log_history),
             "callbacks": _callbacks_states([*trainer.callback_handler.callbacks, trainer.control]),
@@ -40,16 +43,15 @@ class TrainerValues:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        if self._noted is None:
-            self.note()  # A load asks before the loop has begun, too.
-        assert self._noted is not None
-        fields = dataclasses.asdict(self._noted["state"])
-        fields["log_history"] = fields["log_history"][: self._noted["logs_count"]]
-        # The run's own state shows the last save's, as with Trainer._save_checkpoint.
-        fields["stateful_callbacks"] = trainer.state.stateful_callbacks = self._noted["callbacks"]
+        noted = self._noted or self._now()  # A load asks before the loop has begun, too.
+        fields = dataclasses.asdict(noted["state"])
+        fields["log_history"] = fields["log_history"][: noted["logs_count"]]
+        fields["stateful_callbacks"] = noted["callbacks"]
+        if self._noted is not None:  # The run's own state shows the last save's, as with Trainer._save_checkpoint.
+            trainer.state.stateful_callbacks = noted["callbacks"]
         return {
             "json": json.dumps(fields, indent=2, sort_keys=True),
-            "loss_since_log": float(self._noted["loss"]),
+            "loss_since_log": float(noted["loss"]),
             "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
         }
 

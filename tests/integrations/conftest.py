@@ -32,5 +32,5 @@ def _one_thread_and_little_to_collect() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for kind, facts in sorted(remaining.MET.items()):
-        told = f"{kind}: as by the library's own saving, not as the whole run: {', '.join(sorted(facts))}"
+        told = f"{kind}: not as the whole run: {', '.join(sorted(facts))}"
         terminalreporter.write_line(f"{told}. {remaining.REMAINING[kind]}")

@@ -88,8 +88,12 @@ class OwnSaving(callbacks.Checkpoint):
     def __init__(self) -> None:
         self.files: dict[int, bytes] = {}
 
+    def on_train_start(self, *_: Any) -> None:
+        self.files.clear()  # Of trials before it.
+
     def on_train_batch_end(self, running: pl.Trainer, *_: Any) -> None:
-        self._save(running)
+        if running.global_step not in self.files:  # As ModelCheckpoint: not again between accumulated gradients.
+            self._save(running)
 
     def on_train_epoch_end(self, running: pl.Trainer, *_: Any) -> None:
         if running.current_epoch == EPOCHS - 1:  # Ours saves the last step when the epoch has ended, if it is not due.

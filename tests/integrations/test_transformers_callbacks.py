@@ -13,7 +13,6 @@ import asyncckpt
 from tests.integrations.remaining import differing
 from tests.integrations.transformers_callbacks import (
     ENDS,
-    STEPS,
     Asking,
     Broken,
     Programs,
@@ -28,12 +27,16 @@ SERVICES_MODULE = "transformers.integrations"
 
 
 @pytest.fixture(autouse=True)
-def services() -> Iterator[None]:
+def services(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("HF_DAGSHUB_REPO", "MLFLOW_TRACKING_URI"):
+        monkeypatch.setenv(name, "https://dagshub.com/owner/name.mlflow")
     with stand_ins():
         yield
 
 
-@pytest.mark.parametrize("name", shipped(), ids=lambda name: name.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "name", share_of(shipped(), "callbacks of transformers"), ids=lambda name: name.rpartition(".")[2]
+)
 def test_a_run_goes_on_where_it_was_ended(name: str, tmp_path: Path) -> None:
     kind, programs, wrong = name.rpartition(".")[2], Programs(tmp_path, name), {}
     own = programs.fit("own", every=1)
@@ -45,12 +48,15 @@ def test_a_run_goes_on_where_it_was_ended(name: str, tmp_path: Path) -> None:
         step = programs.newest(folder)
         found = programs.ours(folder, resume=step > 0)
         shutil.rmtree(tmp_path / folder)
-        if differs := set(differences(found, own)):
+        differs = set(differences(found, own))
+        if step == own["steps"]:  # A run that has ended draws none, so transformers sets none.
+            differs.discard("random numbers")
+        if differs:
             by_own = programs.own_resumed(step) if step else own
-            if differs & set(differences(found, by_own)) or not differing(kind, differs):
+            if not differing(kind, differs, is_as_own=not differs & set(differences(found, by_own))):
                 wrong[f"{what}, from step {step}"] = differs
 
-    for step in share_of(range(1, STEPS + 1), f"kills of {kind}", every=every):
+    for step in share_of(asyncckpt.list_steps(programs.steps_of("whole")), f"kills of {kind}", every=every):
         shutil.copytree(tmp_path / "whole", tmp_path / "part")
         asyncckpt.checkpoints.remove_after(programs.steps_of("part"), step)
         go_on("part", "killed")

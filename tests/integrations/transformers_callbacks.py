@@ -31,7 +31,18 @@ GIVEN: dict[str, dict[str, Any]] = {
     "EarlyStoppingCallback": {"early_stopping_patience": 1, "early_stopping_threshold": 1.0}
 }
 SERVICES = frozenset(
-    {"azureml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flytekit", "flytekitplugins", "kubeflow"}
+    {
+        "IPython",
+        "azureml",
+        "clearml",
+        "codecarbon",
+        "comet_ml",
+        "dagshub",
+        "dvclive",
+        "flytekit",
+        "flytekitplugins",
+        "kubeflow",
+    }
     | {"mlflow", "neptune", "swanlab", "tensorboard", "tensorboardX", "trackio", "wandb"}
 )
 # A hook, after how many steps a run is ended in it, and by what.
@@ -51,14 +62,23 @@ ENDS = {
 }
 
 
-class StandIn(MagicMock):
-    """A package that takes every call; its classes are no types, but for one that is asked for as such."""
+class Taking(MagicMock):
+    """Takes every call, and has what a MagicMock has not of itself."""
+
+    MAX_PARAM_VAL_LENGTH = MAX_PARAMS_TAGS_PER_BATCH = 100
+
+    def __getattr__(self, name: str) -> Any:
+        return MagicMock() if name.startswith("__internal_api__") else super().__getattr__(name)
+
+
+class StandIn(Taking):
+    """A package; its classes are no types, but for one that is asked for as such."""
 
     __version__ = "99.0"
     Live = type("Live", (MagicMock,), {})
 
     def _get_child_mock(self, **given: Any) -> MagicMock:
-        return MagicMock(**given)
+        return Taking(**given)
 
 
 class StandIns:
