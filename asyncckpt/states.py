@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import torch
 
+from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice
 from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.load.whole_state import WholeRequest
+from asyncckpt.engine.ranks.holdings import check_said
 from asyncckpt.errors import UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.loader import load_now
@@ -18,6 +20,7 @@ from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.table import Table
 from asyncckpt.options import BusyPolicy, Durability, RankOptions
+from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state
 from asyncckpt.saver import Saver
 from asyncckpt.shard.reader import READ_THREADS
@@ -38,14 +41,16 @@ def save(
     path        the checkpoint directory, made with its parents when missing
     state       as the tensors of a Saver: by name, tensors, arrays, plain values, nested containers, modules, ...
     step        None: one more than the newest there, or 0
-    hashtables, metadata, durability  as for a Saver
+    hashtables, metadata, durability  as for a Saver; a part of a table takes a Saver, see docs/several-ranks.md
 
     Waits while a save or load of this process is in flight. In a loop, a Saver is faster, and does not make the loop
     wait. Raises as Saver.save does; ConflictError for a step that exists, and for a directory that a Saver has open.
     """
     named = named_state(state, what="state")
+    tables = named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables)
+    check_said(tables, index=0, count=1)  # A Saver that is told to be alone would take a part of a table for meant.
     alone = RankOptions(alone=True)
-    with Saver(path=path, tensors=named, hashtables=hashtables, durability=durability, ranks=alone) as saver:
+    with Saver(path=path, tensors=named, hashtables=tables, durability=durability, ranks=alone) as saver:
         return saver.save(step, metadata=metadata)
 
 

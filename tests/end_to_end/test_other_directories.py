@@ -110,6 +110,91 @@ def test_what_else_is_there_is_named_where_training_begins_anew(tmp_path: Path) 
         assert checkpointer.restore() == 0
 
 
+def restored(folder: Path, *files: str) -> str:
+    """Return what a Checkpointer says of a directory with these files, as an error or as warnings."""
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        asyncckpt.Checkpointer(folder, every=1, model=MODEL) as checkpointer,
+    ):
+        warnings.simplefilter("always")
+        try:
+            assert checkpointer.restore() == 0
+        except NotFoundError as error:
+            return f"refused: {error}"
+        return "".join(f"warned: {one.message}" for one in caught)
+
+
+STEP = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin")
+
+
+@pytest.mark.parametrize(
+    ("files", "command"),
+    [
+        (["model_epoch_9.pt", "model_epoch_10.pt", "model_epoch_100.pt"], "torch {}/model_epoch_100.pt"),
+        (["epoch=1-step=20.ckpt", "epoch=0-step=99.ckpt"], "torch {}/epoch=1-step=20.ckpt"),
+        (["checkpoint.pth.tar", "args.pt"], "torch {}/checkpoint.pth.tar"),
+        ([f"checkpoint-500/{name}" for name in ("weights.pt", *STEP)], "torch {}/checkpoint-500/weights.pt"),
+        (
+            [f"checkpoint-500/{name}" for name in ("adapter_model.safetensors", *STEP)],
+            "hf {}/checkpoint-500/adapter_model.safetensors",
+        ),
+    ],
+)
+def test_of_several_files_the_newest_that_holds_the_model_is_the_one_to_import(
+    tmp_path: Path, files: list[str], command: str
+) -> None:
+    said = restored(tmp_path, *files)
+    assert said.startswith("refused")
+    assert f"`asyncckpt import {command.format(tmp_path)} NEW_DIRECTORY`" in said
+    assert "begin_anew()" in said
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["best.ckpt", "last.ckpt"],
+        ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+        ["global_step100/mp_rank_00_model_states.pt", "global_step100/zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+        ["a.pt", "b.pt", "c.pt", "d.pt"],
+    ],
+)
+def test_where_none_stands_out_the_files_are_listed_without_a_command(tmp_path: Path, files: list[str]) -> None:
+    said = restored(tmp_path, *files)
+    assert said.startswith("refused")
+    assert repr(files[0].rpartition("/")[2]) in said
+    assert "asyncckpt import" not in said
+
+
+@pytest.mark.parametrize("file", ["args.pt", "vocab.pt", "model_args.pt", "mean.safetensors"])
+def test_a_file_that_looks_like_no_checkpoint_does_not_stop_a_first_start(tmp_path: Path, file: str) -> None:
+    said = restored(tmp_path, file)
+    assert said.startswith("warned")
+    assert repr(file) in said
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "lightning_logs/version_0/checkpoints/epoch=1-step=20.ckpt",
+        "version_0/checkpoints/epoch=1-step=20.ckpt",
+        "checkpoints/epoch=1-step=20.ckpt",
+        "runs/exp1/model.pt",
+        "logs/model.pt",
+        "latest/.metadata",
+    ],
+)
+def test_a_checkpoint_further_down_is_named_where_training_begins_anew(tmp_path: Path, file: str) -> None:
+    """Of another run perhaps, so it stops nobody."""
+    said = restored(tmp_path, file)
+    assert said.startswith("warned")
+    assert "training begins anew" in said
+    assert str((tmp_path / file).parent) in said
+    assert "asyncckpt import" in said
+
+
 def test_an_import_from_recis_names_the_files_that_it_leaves_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

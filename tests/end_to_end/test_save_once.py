@@ -33,6 +33,15 @@ def test_tables_are_saved_with_it(tmp_path: Path) -> None:
     assert asyncckpt.load(tmp_path / "d", tables=True)["user"]["id"].sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_part_of_a_table_is_not_saved_as_the_whole(tmp_path: Path) -> None:
+    """Every rank that calls it would save its own part, and the last one would win."""
+    part = asyncckpt.HashTable("user", 2, shard=(1, 2))
+    for given in ({"user": part}, torch.nn.ModuleDict({"user": asyncckpt.nn.HashEmbedding(part)})):
+        with pytest.raises(asyncckpt.UsageError, match=r"'user' is a part.*'shard 1 of 2'.*alone=True"):
+            asyncckpt.save(tmp_path / "d", {}, hashtables=given)
+    assert not (tmp_path / "d").exists()
+
+
 def test_it_waits_for_a_save_in_flight(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path / "one", tensors={"w": torch.ones(3)}) as saver:
         future = saver.save_async(1)
