@@ -96,12 +96,13 @@ class LoadPlan:
         reads = {id(item.read) for item in self.apart}
         return replace(self, dense=tuple(load for load in self.dense if id(load.target) not in reads))
 
-    def cast_memory(self) -> Iterator[object]:
-        """Return where tensors are that get another dtype than was stored, see `memory_of`."""
+    def memory_of_stored_dtype(self) -> Iterator[object]:
+        """Return where tensors are that get the dtype that was stored, see `memory_of`."""
+        targets = {id(item.read): item.target for item in self.apart}
         for load in self.dense:
             stored = dtype_by_name(load.source.dtype, owner=load.source.name).dtype
-            if load.target is not None and load.target.pieces and load.target.dtype is not stored:
-                yield memory_of(load.target.pieces[0].tensor)
+            if load.target is not None and load.target.pieces and load.target.dtype is stored:
+                yield memory_of(targets.get(id(load.target), load.target).pieces[0].tensor)
 
     def wanted_blocks(self, chain: Chain) -> Iterator[int]:
         """Return the numbers of the blocks that may have to be read."""
