@@ -258,26 +258,6 @@ def test_a_renamed_class_with_the_same_options_loads(tmp_path: Path) -> None:
     asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": second(other.parameters())}).load()
 
 
-@pytest.mark.parametrize(("now", "why"), [
-    (lambda it: torch.optim.lr_scheduler.ExponentialLR(it, 0.9), "is of class 'ExponentialLR', .* state of 'StepLR'"),
-    (lambda it: torch.optim.lr_scheduler.LambdaLR(it, lambda _: 1.0), "is of class 'LambdaLR', .* state of 'StepLR'"),
-], ids=["exponential", "lambda"])  # fmt: skip
-def test_another_scheduler_is_refused_before_anything_is_touched(
-    tmp_path: Path, now: Callable[[Any], Any], why: str
-) -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    asyncckpt.save(tmp_path, {"model": net, "schedule": scheduler}, durability="none")
-    other = model(seed=1)
-    before = bits(dict(other.state_dict()))
-    with pytest.raises(IncompatibleError, match=f"'schedule' {why}"):
-        asyncckpt.Loader(
-            tmp_path, tensors={"model": other, "schedule": now(torch.optim.SGD(other.parameters(), 0.1))}
-        ).load()
-    assert bits(dict(other.state_dict())) == before
-
-
 def test_a_compacted_checkpoint_keeps_the_classes_of_optimizers(tmp_path: Path) -> None:
     net, table = model(), asyncckpt.HashTable("t", 2)
     state = {"model": net, "optim": torch.optim.Adam(net.parameters())}
