@@ -5,7 +5,6 @@ What could be loaded, and the filter on it, is in load_info.py.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +28,9 @@ from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
 from asyncckpt.plan.resizing_modules import ResizingModules
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
+from asyncckpt.plan.wrapped_names import wrapped_hint
 
 PROBLEMS_SHOWN_MAX = 20
-_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod)\.")
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,13 @@ class LoadPlan:
         reads = {id(item.read) for item in self.apart}
         return replace(self, dense=tuple(load for load in self.dense if id(load.target) not in reads))
 
-    def cast_memory(self) -> Iterator[object]:
-        """Return where tensors are that get another dtype than was stored, see `memory_of`."""
+    def memory_of_stored_dtype(self) -> Iterator[object]:
+        """Return where tensors are that get the dtype that was stored, see `memory_of`."""
+        targets = {id(item.read): item.target for item in self.apart}
         for load in self.dense:
             stored = dtype_by_name(load.source.dtype, owner=load.source.name).dtype
-            if load.target is not None and load.target.pieces and load.target.dtype is not stored:
-                yield memory_of(load.target.pieces[0].tensor)
+            if load.target is not None and load.target.pieces and load.target.dtype is stored:
+                yield memory_of(targets.get(id(load.target), load.target).pieces[0].tensor)
 
     def wanted_blocks(self, chain: Chain) -> Iterator[int]:
         """Return the numbers of the blocks that may have to be read."""
@@ -154,21 +154,20 @@ def make_load_plan(
     used = {source for sources in answer.values() for source in sources}
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
     if strict:
-        match.problems += [f"{name!r} is missing in the checkpoint" for name in missing]
-        match.problems += [
+        match.passing += [f"{name!r} is missing in the checkpoint" for name in missing]
+        match.passing += [
             f"{name!r} is unexpected: the model has no such entry" for name in _inside(contents, targets, unexpected)
         ]
         not_taken = [name for name in unexpected if name in contents.tables][:PROBLEMS_SHOWN_MAX]
         if not_taken:
             why = f"not in hashtables, and the checkpoint has tables that nothing takes: {not_taken}"
-            match.problems += [f"{place} would be left out of the load: {why}" for place in left_out]
-        match.problems += [
+            match.passing += [f"{place} would be left out of the load: {why}" for place in left_out]
+        match.passing += [
             f"{path_name(path)!r} is empty, the checkpoint has tensors there (asyncckpt.load returns them)"
             for path in targets.empty
             if path in contents.prefixes
         ]
-    hint = _wrapped_hint(missing, unexpected) + ("; cast=True converts dtypes" if match.could_be_cast else "")
-    _raise_problems(match.problems, chain.step, hint=hint)
+    match.raise_problems(wrapped_hint(missing, unexpected))
     plan = LoadPlan(
         dense=chosen,
         tables=tuple(planned),
@@ -185,16 +184,19 @@ def make_load_plan(
 
 
 class _Match:
-    """The loads of destinations from sources of a checkpoint; `problems` lists what does not fit, `absent` names the
-    columns that stay as they are filled for new rows.
+    """The loads of destinations from sources of a checkpoint; `absent` names the columns that stay as they are filled
+    for new rows.
 
-    could_be_cast: whether `cast` would make something fit.
+    problems: what does not fit. passing: what does not with `strict` alone. of_objects: of what would be given to
+    objects. could_be_cast: whether `cast` would make something fit.
     """
 
     def __init__(
         self, chain: Chain, contents: Contents, targets: DenseTargets, strict: bool, cast: bool, is_part: bool
     ) -> None:
         self.problems: list[str] = []
+        self.passing: list[str] = []
+        self.of_objects: list[str] = []
         self.absent: dict[str, None] = {}
         self.could_be_cast, self._is_part = False, is_part
         self._chain, self._contents, self._targets, self._strict, self._cast = chain, contents, targets, strict, cast
@@ -249,7 +251,7 @@ class _Match:
             left_out = [path for path in wanted[item.path] if path not in loaded]
             if item.is_module or not left_out:
                 chosen.append(item)
-                self.problems += checks.problems(item) if self._contents.has(item.path) else []
+                self.of_objects += checks.problems(item) if self._contents.has(item.path) else []
             elif len(left_out) < len(wanted[item.path]):
                 name = path_name(left_out[0])
                 self.problems.append(f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out")
@@ -277,11 +279,11 @@ class _Match:
             held += [shard.shard for shard in stored.shards]
             absent = [c.name for c in schema.columns if c.name not in {*stored.columns, *columns}]
             if self._strict and absent:
-                self.problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
+                self.passing.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
             self.absent |= dict.fromkeys(f"{name}@{column}" for column in absent)
         if self._strict and not self._is_part and held and not make_up(held, table.shard):
             only = ", ".join(map(described, held[:8]))
-            self.problems.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {only}")
+            self.passing.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {only}")
         return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
 
     def _check_column(self, table: str, column: str, stored: StoredTable, wanted: Column | None) -> None:
@@ -304,6 +306,21 @@ class _Match:
         self.could_be_cast |= castable
         why = ", which cannot be cast to it" if self._cast else ""
         self.problems.append(f"{what} has dtype {wanted}, the checkpoint {stored}{why}")
+
+    def raise_problems(self, hint: str) -> None:
+        problems = [*self.problems, *self.of_objects, *self.passing]
+        if not problems:
+            return
+        shown = "; ".join(problems[:PROBLEMS_SHOWN_MAX])
+        more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        passes = "; a Loader with strict=False lets missing and unexpected entries pass" if self.passing else ""
+        cast = "; cast=True converts dtypes" if self.could_be_cast else ""
+        by_hand = "; leave such an object out of the load, or give it what asyncckpt.load returns by load_state_dict"
+        raise IncompatibleError(
+            f"checkpoint of step {self._chain.step} does not fit the model, {count}: {shown}{more}",
+            hint=f"nothing was changed{passes}{hint}{cast}{by_hand if self.of_objects else ''}",
+        )
 
     def check_encodings(self, plan: LoadPlan) -> None:
         """Raise UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
@@ -370,29 +387,3 @@ def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) ->
 def _may_share_ids(stored: Shard, table: Table) -> bool:
     """Return whether a stored shard may hold ids of a table."""
     return owns_ids(table) or may_share_ids(stored, table.shard)
-
-
-def _wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
-    """Return a hint if names differ from the stored ones only in what a wrapper of a module puts before them."""
-    both = set(missing) & set(unexpected)
-    if both:
-        return f"; {min(both)!r} is there in a state nested otherwise: give objects and dicts as they were saved"
-    bare = {_WRAPPERS.sub("", name) for name in missing} & {_WRAPPERS.sub("", name) for name in unexpected}
-    if not bare:
-        return ""
-    return (
-        "; names differ only in 'module.' (DDP, dense_state_of) or '_orig_mod.' (torch.compile): give the module that "
-        "was wrapped, and dense_state_of(module) only where that was saved"
-    )
-
-
-def _raise_problems(problems: list[str], step: int, *, hint: str) -> None:
-    if not problems:
-        return
-    shown = "; ".join(problems[:PROBLEMS_SHOWN_MAX])
-    more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise IncompatibleError(
-        f"checkpoint of step {step} does not fit the model, {count}: {shown}{more}",
-        hint=f"nothing was changed; a Loader with strict=False lets missing and unexpected entries pass{hint}",
-    )

@@ -2,18 +2,18 @@
 or take the state of something else without a word.
 
 Our own objects check a state themselves (`_check_state`), torch's are known here, and nobody knows others: theirs may
-fail when all tensors are filled. An optimizer with a load_state_dict of its own, or with hooks before it, is one of
-these.
+fail when all tensors are filled. What has a state_dict or load_state_dict of its own, or an optimizer with hooks before
+it, is one of these.
 
 An optimizer gets moments by the numbers of parameters. They are those of other parameters where the stored names have
 another order, or the stored shapes fit in another order only. Its class is another one where the stored names of its
-classes, or the options of its groups, say so; what a newer version of torch adds to a class, and what a program adds to
-a group, does not.
+classes, or the options of its groups, say so; what a newer version of torch adds to a class, and what a program or a
+scheduler adds to a group, does not. Of schedulers that are not torch's nobody can tell, nor by how many groups there
+were: one may have been made before its optimizer got the last ones.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -27,6 +27,7 @@ from asyncckpt.format.tree import VALUE, Path, descend, leaves, path_name, rebui
 from asyncckpt.model.object_classes import CLASSES_OF, class_names
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import Rebuilt
+from asyncckpt.plan.wrapped_names import bare_name
 
 # What torch's own optimizers keep for every element of a parameter.
 _LIKE_PARAMETERS = frozenset(
@@ -35,11 +36,10 @@ _LIKE_PARAMETERS = frozenset(
 # Options that torch's optimizers have got since they are there, and what others put into groups.
 _MAY_DIFFER = frozenset(
     ("params", "param_names", "initial_lr", "foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
-) | {"decoupled_weight_decay"}
-# Of schedulers, one item for each group of the optimizer, or for each scheduler inside.
-_FOR_EACH = ("base_lrs", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "_schedulers")
+) | {"decoupled_weight_decay", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+# Of schedulers, one item for each of those that load_state_dict goes through.
+_FOR_EACH = ("lr_lambdas", "_schedulers")
 _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
-_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
 class ObjectChecks:
@@ -55,7 +55,7 @@ class ObjectChecks:
     def problems(self, item: Rebuilt) -> list[str]:
         """Return what is wrong with the state that was stored for an object, as far as it can be known."""
         own = item.owner
-        if item.is_module or not (hasattr(type(own), "_check_state") or isinstance(own, _KNOWN)):
+        if item.is_module or not (hasattr(type(own), "_check_state") or _is_known(own)):
             return []
         name, stored = path_name(item.path), self._state(item.path)
         classes = self._contents.classes.get(item.path, ())
@@ -82,8 +82,7 @@ class ObjectChecks:
         return rebuild(node, tensors, (self._contents.values[at] for at, kind in found.items() if kind is VALUE))
 
     def _of_optimizer(self, own: torch.optim.Optimizer, stored: Any, classes: Collection[str]) -> Iterator[str]:
-        base = torch.optim.Optimizer
-        if type(own).load_state_dict is not base.load_state_dict or own._optimizer_load_state_dict_pre_hooks:
+        if own._optimizer_load_state_dict_pre_hooks:
             return
         groups = stored.get("param_groups") if isinstance(stored, Mapping) else None
         if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
@@ -108,9 +107,9 @@ class ObjectChecks:
         yield from _other_shapes(own, dict(zip(numbers, parameters, strict=True)), stored.get("state"))
 
     def _other_order(self, own: torch.optim.Optimizer, groups: list[Any]) -> Iterator[str]:
-        found = [_WRAPPERS.sub("", str(name)) for group in groups for name in group.get("param_names", [])]
+        found = [bare_name(str(name)) for group in groups for name in group.get("param_names", [])]
         names = [
-            _WRAPPERS.sub("", self._names.get(memory_of(parameter)) or given)
+            bare_name(self._names.get(memory_of(parameter)) or given)
             for group in own.param_groups
             for parameter, given in zip(
                 group["params"], group.get("param_names", [""] * len(group["params"])), strict=True
@@ -124,7 +123,12 @@ class ObjectChecks:
             )
 
 
-_KNOWN = (torch.optim.Optimizer, lr_scheduler.LRScheduler, torch.amp.GradScaler)
+def _is_known(own: Any) -> bool:
+    """Return whether torch makes and loads the state of an object, in a way that is known here."""
+    if not isinstance(own, (torch.optim.Optimizer, lr_scheduler.LRScheduler, torch.amp.GradScaler)):
+        return False
+    modules = [str(getattr(method, "__module__", "")) for method in (own.state_dict, own.load_state_dict)]
+    return all(module.startswith(("torch.optim.", "torch.amp.")) for module in modules)
 
 
 def memory_of(tensor: Any) -> object:
@@ -167,7 +171,7 @@ def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown:
     base = next(base for base in CLASSES_OF if isinstance(own, base))
     ours, theirs = (next((name for name in item if hasattr(CLASSES_OF[base], name)), None) for item in (names, classes))
     lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER
-    if not (ours and theirs) and not (lacking and unknown) and not (classes and (lacking or unknown)):
+    if not (ours and theirs) and (base is lr_scheduler.LRScheduler or not (lacking and unknown)):
         return None
     saved = f"state of {next(iter(classes))!r}" if classes else "state of another class"
     differ = f", which differs in {sorted(lacking | unknown)}" if lacking or unknown else ""
@@ -211,4 +215,4 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str]) -> Iterator[s
             yield f"has {len(mine)} of {key!r}, the checkpoint {len(theirs)}"
         elif key == "_schedulers" and isinstance(mine, list) and isinstance(theirs, list):
             for inner, state_of_inner in zip(own._schedulers, theirs, strict=True):
-                yield from _of_scheduler(inner, state_of_inner, ())
+                yield from _of_scheduler(inner, state_of_inner, ()) if _is_known(inner) else ()

@@ -20,6 +20,7 @@ _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _SURE = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _SURE_PART = re.compile(rf"(?<![^.])({'|'.join(_SURE)})\.")
 _ANY_PART = re.compile(rf"(?<![^.])({'|'.join((*_SURE, 'module'))})(?![^.])")
+_ANY_PREFIX = re.compile(rf"(?<![^.])({'|'.join((*_SURE, 'module'))})\.")
 
 
 def inner_name(module: Any) -> str | None:
@@ -39,6 +40,11 @@ def unwrapped(value: Any) -> Any:
 def without_sure_parts(name: str) -> str:
     """Return a name without the parts that only wrappers put there."""
     return _SURE_PART.sub("", name)
+
+
+def bare_name(name: str) -> str:
+    """Return a name without the parts that wrappers may have put there."""
+    return _ANY_PREFIX.sub("", name)
 
 
 class PlainNames:
@@ -114,3 +120,17 @@ def with_wrapped_names(module: torch.nn.Module, state: Any, wrapped: Mapping[str
 
 def _texts(keys: Iterable[Any]) -> Iterable[str]:
     return (key for key in keys if type(key) is str)
+
+
+def wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
+    """Return a hint if names differ from the stored ones only in what a wrapper of a module puts before them."""
+    both = set(missing) & set(unexpected)
+    if both:
+        return f"; {min(both)!r} is there in a state nested otherwise: give objects and dicts as they were saved"
+    bare = {bare_name(name) for name in missing} & {bare_name(name) for name in unexpected}
+    if not bare:
+        return ""
+    return (
+        "; names differ only in 'module.' (DDP, dense_state_of) or '_orig_mod.' (torch.compile): give the module that "
+        "was wrapped, and dense_state_of(module) only where that was saved"
+    )

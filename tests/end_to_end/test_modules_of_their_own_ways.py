@@ -44,6 +44,14 @@ def test_what_a_module_neither_loads_nor_holds_is_an_error(tmp_path: Path) -> No
         loader.load()
 
 
+def test_a_load_state_dict_that_was_set_on_a_module_gets_the_state_alone(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"model": nn.Linear(4, 2)}, durability="none")
+    model, given = nn.Linear(4, 2), []
+    vars(model)["load_state_dict"] = lambda state: given.append(sorted(state))
+    asyncckpt.Loader(tmp_path, tensors={"model": model}).load()
+    assert given == [["bias", "weight"]]
+
+
 def test_a_quantized_module_of_another_form_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"model": nn.Sequential(Quantized())}, durability="none")
     fresh = nn.Sequential(Quantized("int4.b"))

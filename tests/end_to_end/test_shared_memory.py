@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.dcp import StorageReader
+from asyncckpt.engine.load import shared_tensors
 from asyncckpt.plan import shared_leaves
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.trees import differences, live, shared_bytes
@@ -291,3 +292,28 @@ def test_what_one_rank_shares_and_another_one_stores_comes_with_the_stored_value
     for rank, count in ((0, 2), (1, 2), (0, 1)):
         loader = asyncckpt.Loader(root, shard_index=rank, shard_num=count)
         assert list(differences(loader.load().tree, states[0])) == []
+
+
+def test_a_tensor_in_an_order_of_its_own_is_loaded_where_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    asyncckpt.save(tmp_path / "d", {"last": last, "tied": last, "turned": torch.arange(6.0).view(2, 3).t()})
+    monkeypatch.setattr(shared_tensors, "_views", lambda own: pytest.fail("it is moved, in as much memory again"))
+    found = asyncckpt.load(tmp_path / "d")
+    assert found["last"] is found["tied"]
+    assert (found["last"].stride(), found["turned"].stride()) == (last.stride(), (1, 3))
+    assert torch.equal(found["last"], last)
+    assert found["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_no_memory_for_what_is_shared_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = torch.arange(8.0)
+    asyncckpt.save(tmp_path / "d", {"one": base[:6], "other": base[2:]})
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "zeros", no_memory)
+    with pytest.raises(asyncckpt.errors.IOFailedError, match="not enough memory for tensors that share .* 32 bytes"):
+        asyncckpt.load(tmp_path / "d")

@@ -2,7 +2,9 @@
 
 torch's optimizers cast the tensors of a state to the dtype of their parameter, which rounds the float32 copies of
 bfloat16 parameters. The stored ones take their place again where nothing but that has happened to them; a step is where
-torch puts it, and where the load itself has cast a parameter, its state stays cast, too.
+torch puts it, and only a parameter that this load has filled with its stored dtype has its state so.
+
+Fused steps take the strides of a parameter for those of its state unseen: so it has them, whatever was stored.
 
 A module may say more in its state_dict() than its load_state_dict() takes: quantized weights say how they are
 quantized. That is all right where it was filled in place, for it is live, or where it is what was stored anyway.
@@ -18,15 +20,17 @@ import torch
 from asyncckpt.plan.object_checks import memory_of
 
 
-def load_object(owner: Any, state: Any, *, cast: Collection[object]) -> None:
-    """Call load_state_dict of an object. cast: where parameters are that the load has cast, see `memory_of`.
+def load_object(owner: Any, state: Any, *, as_stored: Collection[object]) -> None:
+    """Call load_state_dict of an object. as_stored: where tensors are that have got the dtype that was stored, see
+    `memory_of`.
 
     Raises what the object raises, RuntimeError for keys of a module that do not fit.
     """
-    if isinstance(owner, torch.optim.Optimizer):
+    if _loads_as(torch.optim.Optimizer, owner):
         owner.load_state_dict(state)
-        _put_back(owner, state, cast)
-    elif isinstance(owner, torch.nn.Module) and type(owner).load_state_dict is torch.nn.Module.load_state_dict:
+        _put_back(owner, state, as_stored)
+        _like_parameters(owner)
+    elif _loads_as(torch.nn.Module, owner):
         said = owner.load_state_dict(state, strict=False)
         unexpected = _not_taken(owner, state, said.unexpected_keys) if said.unexpected_keys else []
         found = {"Missing": said.missing_keys, "Unexpected": unexpected}
@@ -34,6 +38,12 @@ def load_object(owner: Any, state: Any, *, cast: Collection[object]) -> None:
             raise RuntimeError("; ".join(f"{what} key(s) {keys}" for what, keys in found.items() if keys))
     else:
         owner.load_state_dict(state)
+
+
+def _loads_as(base: Any, owner: Any) -> bool:
+    """Return whether load_state_dict of an object is torch's own."""
+    is_own = isinstance(owner, base) and type(owner).load_state_dict is base.load_state_dict
+    return is_own and "load_state_dict" not in vars(owner)
 
 
 def _not_taken(owner: torch.nn.Module, state: Mapping[str, Any], unexpected: Collection[str]) -> list[str]:
@@ -49,19 +59,38 @@ def _is_there(own: Any, given: Any) -> bool:
     return (place is not None and place == memory_of(given)) or (own.dtype is given.dtype and torch.equal(own, given))
 
 
-def _put_back(owner: torch.optim.Optimizer, state: Any, cast: Collection[object]) -> None:
-    groups = state["param_groups"] if isinstance(state, Mapping) and "param_groups" in state else []
-    numbers = [number for group in groups for number in group.get("params", [])]
+def _put_back(owner: torch.optim.Optimizer, state: Any, as_stored: Collection[object]) -> None:
+    if not isinstance(state, Mapping) or not state.keys() >= {"state", "param_groups"}:
+        return  # A hook knows what it is.
+    numbers = [number for group in state["param_groups"] for number in group.get("params", [])]
     parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
     if len(numbers) != len(parameters):
-        return  # It numbers them in a way of its own.
+        return
     for number, parameter in zip(numbers, parameters, strict=True):
         now, stored = owner.state.get(parameter), state["state"].get(number)
         if isinstance(now, dict) and isinstance(stored, Mapping):
             entries = {key: _as_stored(value, stored[key]) for key, value in now.items() if key in stored}
             entries.pop("step", None)
-            if any(entries[key] is not now[key] for key in entries) and memory_of(parameter) not in cast:
+            if any(entries[key] is not now[key] for key in entries) and memory_of(parameter) in as_stored:
                 now.update(entries)
+
+
+def _like_parameters(owner: torch.optim.Optimizer) -> None:
+    """Give what a state has of the shape of its parameter the strides of that, but for views of larger memory."""
+    turned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # What is there twice stays one tensor.
+    for parameter, entries in owner.state.items():
+        for key, value in entries.items() if isinstance(entries, dict) else ():
+            if not _is_plain(value) or not _is_plain(parameter) or value.shape != parameter.shape:
+                continue
+            if value.stride() != parameter.stride() and value.untyped_storage().nbytes() == value.nbytes:
+                if id(value) not in turned:
+                    like = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
+                    turned[id(value)] = value, like.copy_(value)
+                _, entries[key] = turned[id(value)]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(value.data) is torch.Tensor and value.layout is torch.strided
 
 
 def _as_stored(now: Any, stored: Any) -> Any:

@@ -293,7 +293,7 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
     """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt, which share
     memory as they did.
     """
-    cast = frozenset(plan.cast_memory())
+    as_stored = frozenset(plan.memory_of_stored_dtype())
     if contents.shared:
         plain = {path: tensor for path, tensor in rebuilt.items() if type(tensor) is torch.Tensor}
         rebuilt = {**rebuilt, **shared_again(plain, contents.shared)}
@@ -302,7 +302,7 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
-                load_object(item.owner, state, cast=cast)
+                load_object(item.owner, state, as_stored=as_stored)
         except CheckpointError:
             raise
         except Exception as error:

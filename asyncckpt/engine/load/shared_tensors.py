@@ -2,7 +2,7 @@
 
 Each is loaded into memory of its own first, and moves to the memory that it shares if all that lie there can have their
 values there. So no value depends on what the manifest says of memory: of ranks, one may have shared what another one,
-whose blocks are stored, had apart.
+whose blocks are stored, had apart. One alone that fills its memory in an order of its own may be loaded so at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.tree import Path, path_name
+from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.sharing import SharedView
 from asyncckpt.plan.leaf_checks import BLOW_UP_BYTES_MAX
 from asyncckpt.plan.overlapping_targets import same_bits
@@ -23,7 +24,7 @@ from asyncckpt.plan.shared_leaves import once, overlaps_itself, span
 def shared_again(
     loaded: Mapping[Path, torch.Tensor], shared: Sequence[tuple[int, Mapping[Path, SharedView]]]
 ) -> dict[Path, torch.Tensor]:
-    """Return loaded tensors, contiguous ones, as views of the memory that they shared; tied ones are the same tensor.
+    """Return loaded tensors as views of the memory that they shared; tied ones are the same tensor.
 
     shared: as of Contents. Only tensors on one device share memory. CorruptError for views beyond their memory.
     """
@@ -35,8 +36,24 @@ def shared_again(
                 _check(path, loaded[path], view, bytes)
                 by_device[loaded[path].device].append((loaded[path], view))
         for own in by_device.values():
-            views |= _views(own)
+            if len(own) > 1 or own[0][0].stride() != own[0][1].strides:
+                views |= _views(own)
     return {path: views.get(id(tensor), tensor) for path, tensor in loaded.items()}
+
+
+def orders_alone(shared: Sequence[tuple[int, Mapping[Path, SharedView]]]) -> dict[Path, tuple[int, ...]]:
+    """Return the strides of tensors that have their memory alone. shared: as of Contents."""
+    return {path: view.strides for _, places in shared if len(places) == 1 for path, view in places.items()}
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether the elements of a tensor fill its memory, each a place of its own."""
+    filled = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def _views(own: Sequence[tuple[torch.Tensor, SharedView]]) -> dict[int, torch.Tensor]:
@@ -45,7 +62,8 @@ def _views(own: Sequence[tuple[torch.Tensor, SharedView]]) -> dict[int, torch.Te
     if size > sum(tensor.nbytes for tensor, _ in own) + BLOW_UP_BYTES_MAX:
         return {}
     # What lies between the views is not there.
-    memory = torch.zeros(size, dtype=torch.uint8, device=own[0][0].device)
+    with enough_memory(f"tensors that share memory, {size} bytes"):
+        memory = torch.zeros(size, dtype=torch.uint8, device=own[0][0].device)
     found = [(tensor, _view(memory, tensor, view)) for tensor, view in own]
     for tensor, shown in found:
         first = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in shown.stride())

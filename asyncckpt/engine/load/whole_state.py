@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.engine.load.shared_tensors import shared_again
+from asyncckpt.engine.load.shared_tensors import is_dense, orders_alone, shared_again
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
@@ -66,10 +66,13 @@ class WholeState:
         devices = {path: torch.device(wanted.device if node is TENSOR else "cpu") for path, node in kinds.items()}
         self._made: dict[Path, torch.Tensor] = {}
         of_blocks: dict[object, torch.Tensor] = {}
+        orders = {
+            stored[path].blocks: strides for path, strides in orders_alone(contents.shared).items() if path in stored
+        }
         for path, device in devices.items():
             key = stored[path].blocks, device
             if key not in of_blocks:
-                of_blocks[key] = _made(stored[path], device, wanted)
+                of_blocks[key] = _made(stored[path], device, wanted, orders.get(stored[path].blocks))
             self._made[path] = of_blocks[key]
         self._kinds, self._shared = kinds, contents.shared
         top = [] if self._node[0] not in MAPPINGS else self._node[1]
@@ -158,14 +161,19 @@ def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path)
     return (node[0], tuple(children))
 
 
-def _made(stored: StoredDense, device: torch.device, wanted: WholeRequest) -> torch.Tensor:
+def _made(
+    stored: StoredDense, device: torch.device, wanted: WholeRequest, strides: tuple[int, ...] | None
+) -> torch.Tensor:
     dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
     if wanted.empty is not None and device.type == "cpu":
         return wanted.empty(stored.shape, dtype)
     # An optimizer could not update one of inference mode later.
-    with torch.inference_mode(False), enough_memory(
-        f"tensor {stored.name!r}, {math.prod(stored.shape) * dtype.itemsize} bytes"
+    with (
+        torch.inference_mode(False),
+        enough_memory(f"tensor {stored.name!r}, {math.prod(stored.shape) * dtype.itemsize} bytes"),
     ):
+        if strides is not None and len(strides) == len(stored.shape) and is_dense(stored.shape, strides):
+            return torch.empty_strided(stored.shape, strides, dtype=dtype, device=device)
         return torch.empty(stored.shape, dtype=dtype, device=device)
 
 
