@@ -176,6 +176,30 @@ def test_versions_follow_a_class_that_gets_another_one(tmp_path: Path, monkeypat
     assert [(of["0"]["version"], of["2"]["version"]) for of in found] == [(1, 2), (1, 2), (1, 7), (9, 7)]
 
 
+class Computes(Doubles):
+    """Says in its version whether it was upgraded; as a property, or as a descriptor of any other kind."""
+
+    version = 2
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        return self.version
+
+
+class InList(Doubles):
+    _version = [2]  # type: ignore[assignment]  # noqa: RUF012
+
+
+def test_a_version_that_is_computed_or_can_be_changed_is_asked_at_each_save(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(Computes(), InList())
+    with asyncckpt.Saver(path=tmp_path / "d", tensors={"model": model}) as saver:
+        for step in range(4):
+            model[0].version, InList._version[0] = step, step
+            saver.save(step)
+            found = asyncckpt.load(tmp_path / "d", step)["model"]._metadata
+            assert (found["0"], found["1"]) == ({"version": step}, {"version": [step]})
+
+
 def test_renamed_modules_keep_their_versions(tmp_path: Path) -> None:
     torch.save({"model": net(1.0).state_dict(), "n": 1}, tmp_path / "file.pt")
     renames = ["--rename", "model.2=student.deep.er", "--rename", "model=student", "--rename", "model.0.bias=student.b"]
