@@ -79,11 +79,16 @@ def decode_facts(fields: Fields, key: str) -> ModuleFacts:
     return tuple(found.items())
 
 
+def module_of(key: Any) -> str:
+    """Return the name of the module that an entry of a state dict belongs to."""
+    return key.rpartition(".")[0] if type(key) is str else ""
+
+
 def implied_modules(keys: Iterable[Any]) -> dict[str, None]:
     """Return the names of the modules that the keys of a state dict begin with, in their order."""
     found: dict[str, None] = {"": None}
     for key in keys:
-        begin = key.rpartition(".")[0] if type(key) is str else ""
+        begin = module_of(key)
         if begin not in found:
             found |= dict.fromkeys(_begins(begin))
     return found

@@ -103,13 +103,13 @@ class _Kept:
             return None
         taken = found.copy()  # What parts answer goes into the lists, which are over it.
         tensors, values = recorded.lists(found)
-        flat = FlatState(tree=recorded.tree)
+        flat = FlatState(tree=recorded.tree, is_spelled=recorded.is_spelled)
         for part in recorded.parts:
             if part.node is None:
                 flat.stateful.append((part.path, found[part.slot]))
                 continue
             own = flatten_part(found[part.slot], part.path, asked)
-            fits = own.tree == part.node and not own.sharded
+            fits = own.has_tree(part.node) and not own.sharded
             if not fits or not _put(tensors, part.tensors, own.tensors) or not _put(values, part.values, own.values):
                 return None
             flat.originals |= {part.tensors[0] + number: original for number, original in own.originals.items()}

@@ -24,6 +24,7 @@ from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_info import LoadFilter, Loads, Offer
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
+from asyncckpt.plan.module_sources import ModuleSources
 from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
 from asyncckpt.plan.resizing_modules import ResizingModules
@@ -71,7 +72,7 @@ class TableLoadPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is loaded. apart: targets that overlap, see overlapping_targets.py.
+    """All that is loaded. metadata: of modules. apart: targets that overlap, see overlapping_targets.py.
 
     is_empty: nothing of what the targets ask for.
     """
@@ -82,6 +83,7 @@ class LoadPlan:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     info: Loads
+    metadata: Mapping[Path, Any]
     apart: tuple[Apart, ...] = ()
     is_empty: bool = False
 
@@ -150,6 +152,8 @@ def make_load_plan(
         else:
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     objects = match.objects(dense)
+    modules = ModuleSources(objects, answer, contents, targets)
+    match.problems += modules.problems
     chosen, apart = _settled(dense, chain, match.problems)
     used = {source for sources in answer.values() for source in sources}
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
@@ -172,6 +176,7 @@ def make_load_plan(
         dense=chosen,
         tables=tuple(planned),
         objects=objects,
+        metadata=modules.metadata,
         missing=(*missing, *match.absent),
         unexpected=tuple(unexpected),
         info=answer,
@@ -244,9 +249,10 @@ class _Match:
             owner = self._targets.owner_of(path)
             if owner is not None:
                 wanted[owner.path].append(path)
+        filled = {load.target.path[:end] for load in dense if load.target for end in range(len(load.target.path))}
         chosen = []
         for item in self._targets.rebuilt:
-            if not self._contents.has(item.path) and not _is_renamed(item, dense):
+            if not self._contents.has(item.path) and not (item.is_module and item.path in filled):
                 continue
             left_out = [path for path in wanted[item.path] if path not in loaded]
             if item.is_module or not left_out:
@@ -339,12 +345,6 @@ def _parameter_names(dense: Sequence[DenseLoad], targets: DenseTargets) -> Itera
         owner = None if load.target is None else targets.owner_of(load.target.path)
         if load.target is not None and load.target.pieces and owner is not None and owner.is_module:
             yield memory_of(load.target.pieces[0].tensor), path_name(load.source.path[len(owner.path) :])
-
-
-def _is_renamed(item: Rebuilt, dense: Sequence[DenseLoad]) -> bool:
-    """Return whether a module gets tensors that the checkpoint has under other names."""
-    targets = (load.target for load in dense if load.target is not None)
-    return item.is_module and any(target.path[: len(item.path)] == item.path for target in targets)
 
 
 def _settled(

@@ -14,7 +14,7 @@ from typing import Any
 from asyncckpt.errors import UsageError
 from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
 from asyncckpt.format.mappings import MAPPINGS
-from asyncckpt.format.module_facts import implied_modules
+from asyncckpt.format.module_facts import implied_modules, module_of
 from asyncckpt.format.tree import (
     Key,
     Node,
@@ -100,7 +100,7 @@ class Names:
         if was is None or keys == node[1]:
             return was
         found = {begin: {"version": 1} for begin in implied_modules(keys)}
-        moved = dict(zip(map(_module_of, keys), map(_module_of, node[1]), strict=True))
+        moved = dict(zip(map(module_of, keys), map(module_of, node[1]), strict=True))
         named = {self.path((*path, name))[-1] if name else "": name for name in was}
         return found | {new: was[old] for new, old in (named | moved).items() if old in was}
 
@@ -181,10 +181,6 @@ def _known_by(part: RankPart) -> Iterator[tuple[Any, ...]]:
 
 def _shown(known: tuple[Any, ...]) -> str:
     return str(known[1]) if isinstance(known[0], Role) else path_name(known)
-
-
-def _module_of(key: Key) -> str:
-    return key.rpartition(".")[0] if isinstance(key, str) else ""
 
 
 def _text(key: Any) -> str:

@@ -156,9 +156,9 @@ class PlanCache:
         caches = [_cache_facts(item) for item in cuts if item.name in choice[0]]
         spread = [(number, leaf.whole_shape, leaf.begins, leaf.is_writer) for number, leaf in flat.sharded.items()]
         classes = tuple(class_names(owner) for _, owner in flat.stateful)
-        key = (flat.tree, classes, tables, others, devices, caches, spread, by_peers)
+        key = (classes, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
-        if kept is None or key != kept.key or not kept.plan.fits(flat.held):
+        if kept is None or key != kept.key or not flat.has_tree(kept.plan.tree) or not kept.plan.fits(flat.held):
             if self._ranks_count == 1:
                 check_all_here(flat)
             plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares, classes)

@@ -60,7 +60,8 @@ class FlatState:
     what their own state dicts call each name (wrapped_names.py). given: the tensors in mappings of other kinds than
     Python's, which may make them anew: (path of the mapping, it, key, tensor). asked: objects and what their
     state_dict() has returned in this save already. encoded: where a kept walk (kept_walk.py) was followed. live: see
-    held_still. Holds the user's tensors: keep it no longer than the capture takes.
+    held_still. is_spelled: the tree has what may equal something else: 0.0 and -0.0, a fact of True and one of 1. Holds
+    the user's tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -76,6 +77,7 @@ class FlatState:
     asked: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     encoded: EncodedValues | None = None
     live: Sequence[torch.Tensor] | None = None
+    is_spelled: bool = False
 
     def encoded_values(self) -> tuple[Json, ...]:
         """Return the values as the manifest has them."""
@@ -85,6 +87,12 @@ class FlatState:
         for number in self.encoded.changing:
             encoded[number] = encode_value(self.values[number], owner="of the state")
         return tuple(encoded.tolist())
+
+    def has_tree(self, tree: Node) -> bool:
+        """Return whether the tree is this one, with all types and signs."""
+        if self.tree is tree:
+            return True
+        return self.tree == tree and (not self.is_spelled or repr(self.tree) == repr(tree))
 
     def held_still(self) -> FlatState:
         """Return the same over tensors that nobody else can give another form or other memory; `live` are these."""
@@ -258,8 +266,10 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
         keys: tuple[Key, ...] = tuple(names)
     else:
         keys = tuple([name if type(name) is str else stored_key(name, path) for name in names])
+        flat.is_spelled |= float in map(type, names)
     metadata = None if type(value) is dict else getattr(value, "_metadata", None)
     facts = (facts_of(metadata, keys, owner=_shown(path)),) if isinstance(metadata, Mapping) else ()
+    flat.is_spelled |= any(type(fact) is dict for _, fact in facts[0]) if facts else False
     if type(value) not in _PYTHONS:
         pairs = zip(names, values, strict=True)
         flat.given += [(path, value, name, child) for name, child in pairs if isinstance(child, torch.Tensor)]

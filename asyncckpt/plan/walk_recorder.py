@@ -57,12 +57,13 @@ class Recorded:
     """What `record` found. Slots: those of the tensors, then of the values, then others.
 
     constants: what the slots of values hold that the walk does not take. sets: names that a set must have. usual: the
-    classes that were followed, and what they must have. versions: of the modules among them.
+    classes that were followed, and what they must have. versions: of the modules among them. is_spelled: see FlatState.
     """
 
     tree: Node
     tensors_count: int
     values_count: int
+    is_spelled: bool
     words: WalkWords = field(default_factory=WalkWords)
     others_count: int = 0
     constants: dict[int, Any] = field(default_factory=dict)
@@ -105,7 +106,7 @@ def record(state: Mapping[str, Any], flat: FlatState) -> Recorded | None:
     """Record how a state was just flattened; None where too little of it could be followed."""
     if type(state) is not dict or flat.sharded:
         return None
-    recorder = _Recorder(Recorded(flat.tree, len(flat.tensors), len(flat.values)))
+    recorder = _Recorder(Recorded(flat.tree, len(flat.tensors), len(flat.values), flat.is_spelled))
     try:
         recorder.visit(state, flat.tree, ())
     except (Unusual, ValueError, RuntimeError, KeyError, TypeError, AttributeError, StopIteration):
@@ -222,7 +223,10 @@ class _Recorder:
         attributes = self._attributes(
             module, _MODULE_METHODS + _MODULE_PARTS + _MODULE_HOOKS, *_MODULE_METHODS, "_version"
         )
-        self.made.versions[type(module)] = getattr(type(module), "_version", None)
+        version = inspect.getattr_static(type(module), "_version", None)
+        if type(version) not in (*NUMBERS, str):  # It is computed, or can be changed in place.
+            raise Unusual
+        self.made.versions[type(module)] = version
         outer = self.words
         pieces: dict[str, list[int]] = {}
         transient = attributes["_non_persistent_buffers_set"]

@@ -176,6 +176,30 @@ def test_versions_follow_a_class_that_gets_another_one(tmp_path: Path, monkeypat
     assert [(of["0"]["version"], of["2"]["version"]) for of in found] == [(1, 2), (1, 2), (1, 7), (9, 7)]
 
 
+class Computes(Doubles):
+    """Says in its version whether it was upgraded; as a property, or as a descriptor of any other kind."""
+
+    version = 2
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        return self.version
+
+
+class InList(Doubles):
+    _version = [2]  # type: ignore[assignment]  # noqa: RUF012
+
+
+def test_a_version_that_is_computed_or_can_be_changed_is_asked_at_each_save(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(Computes(), InList())
+    with asyncckpt.Saver(path=tmp_path / "d", tensors={"model": model}) as saver:
+        for step in range(4):
+            model[0].version, InList._version[0] = step, step
+            saver.save(step)
+            found = asyncckpt.load(tmp_path / "d", step)["model"]._metadata
+            assert (found["0"], found["1"]) == ({"version": step}, {"version": [step]})
+
+
 def test_renamed_modules_keep_their_versions(tmp_path: Path) -> None:
     torch.save({"model": net(1.0).state_dict(), "n": 1}, tmp_path / "file.pt")
     renames = ["--rename", "model.2=student.deep.er", "--rename", "model=student", "--rename", "model.0.bias=student.b"]
@@ -219,3 +243,76 @@ def test_only_what_a_reader_must_know_is_named_and_little_is_stored(tmp_path: Pa
     assert "modules" in manifest_of(tmp_path / "own")[0]
     asyncckpt.save(tmp_path / "none", {"model": {"w": torch.ones(1)}})
     assert manifest_of(tmp_path / "none") == ([], "null")
+
+
+def versioned(*versions: int) -> Any:
+    """Modules of these versions: those of version 1 have half of what they are loaded as."""
+    model = torch.nn.Sequential(*(Doubles(1.0) for _ in versions))
+    for module, version in zip(model, versions, strict=True):
+        module._version = version
+    return model
+
+
+def named(**modules: torch.nn.Module) -> torch.nn.Module:
+    model = torch.nn.Module()
+    for name, module in modules.items():
+        model.add_module(name, module)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "loads", "expected"),
+    [
+        (versioned(1), {"model": named(b=Doubles())}, {"model.b.w": "model.0.w"}, [2.0]),
+        (versioned(2), {"model": named(b=Doubles())}, {"model.b.w": "model.0.w"}, [1.0]),
+        (versioned(1), {"net": versioned(2)}, {"net.0.w": "model.0.w"}, [2.0]),
+        (versioned(1, 2), {"model": versioned(2, 2)}, {"model.0.w": "model.1.w", "model.1.w": "model.0.w"}, [1.0, 2.0]),
+        (versioned(1), {"model": Doubles()}, {"model.w": "model.0.w"}, [2.0]),
+        (Doubles(1.0), {"model": versioned(2)}, {"model.0.w": "model.w"}, [1.0]),
+    ],
+)
+def test_a_version_comes_from_the_module_that_a_filter_takes_tensors_from(
+    tmp_path: Path, saved: Any, target: dict[str, Any], loads: dict[str, str], expected: list[float]
+) -> None:
+    asyncckpt.save(tmp_path / "d", {"model": saved})
+    answer = {name: {source: []} for name, source in loads.items()}
+    asyncckpt.Loader(tmp_path / "d", tensors=target, filter_func=lambda info: answer).load()
+    (model,) = target.values()
+    assert [tensor.tolist() for tensor in model.parameters()] == [[value] * 3 for value in expected]
+
+
+def test_a_container_that_is_renamed_keeps_its_version(tmp_path: Path) -> None:
+    class Holds(torch.nn.Module):
+        def __init__(self, version: int) -> None:
+            super().__init__()
+            self.inner, self._version, self.seen = torch.nn.Linear(1, 1), version, list[Any]()
+
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+            self.seen.append(metadata.get("version"))
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    asyncckpt.save(tmp_path / "d", {"model": named(old=Holds(3))})
+    target = Holds(4)
+    answer = {f"model.new.inner.{name}": {f"model.old.inner.{name}": list[str]()} for name in ("weight", "bias")}
+    asyncckpt.Loader(tmp_path / "d", tensors={"model": named(new=target)}, filter_func=lambda info: answer).load()
+    assert target.seen == [3]
+
+
+def test_a_module_whose_tensors_a_filter_leaves_out_keeps_them(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "d", {"model": versioned(1, 1)})
+    target = versioned(2, 2)
+    answer = {"model.0.w": {"model.0.w": list[str]()}}
+    asyncckpt.Loader(tmp_path / "d", tensors={"model": target}, strict=False, filter_func=lambda info: answer).load()
+    assert [tensor.tolist() for tensor in target.parameters()] == [[2.0] * 3, [1.0] * 3]
+
+
+def test_tensors_of_modules_of_several_versions_do_not_go_into_one(tmp_path: Path) -> None:
+    saved = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2)))
+    saved[1]._version = 7  # type: ignore[assignment]
+    asyncckpt.save(tmp_path / "d", {"model": saved})
+    target = torch.nn.Linear(1, 1)
+    before = [tensor.tolist() for tensor in target.parameters()]
+    answer = {"model.weight": {"model.0.weight": list[str]()}, "model.bias": {"model.1.bias": list[str]()}}
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"module 'model' .* of modules of other versions: .*7"):
+        asyncckpt.Loader(tmp_path / "d", tensors={"model": target}, filter_func=lambda info: answer).load()
+    assert [tensor.tolist() for tensor in target.parameters()] == before

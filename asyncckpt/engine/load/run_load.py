@@ -36,7 +36,6 @@ from asyncckpt.format.tree import (
     descend,
     leaf_of,
     leaves,
-    metadata_for,
     path_name,
     rebuild,
     tensor_paths,
@@ -298,7 +297,10 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
         plain = {path: tensor for path, tensor in rebuilt.items() if type(tensor) is torch.Tensor}
         rebuilt = {**rebuilt, **shared_again(plain, contents.shared)}
     for item in plan.objects:
-        state = _module_state(item, rebuilt, contents) if item.is_module else _stored(item.path, rebuilt, contents)
+        if item.is_module:
+            state = _module_state(item, rebuilt, contents, plan.metadata.get(item.path))
+        else:
+            state = _stored(item.path, rebuilt, contents)
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
@@ -312,15 +314,14 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
             ) from error
 
 
-def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents) -> Any:
+def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents, metadata: Any) -> Any:
     """Return the state dict of a module with its own tensors, but its extra states as they were stored: a module that
     is new has others, and none of what came in training.
     """
     values = [contents.values.get(path, own) for path, own in item.values.items()]
     own_tensors = (rebuilt.get(path, own) for path, own in item.tensors.items())
     state = rebuild(item.tree, own_tensors, iter(values))
-    stored = descend(contents.tree, item.path)
-    if stored is not None and (metadata := metadata_for(item.tree, stored)) is not None:
+    if metadata is not None:
         state = with_metadata(state, metadata)
     for key in filter(is_extra_state, state):
         path = (*item.path, key)

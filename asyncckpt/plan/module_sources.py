@@ -1,0 +1,72 @@
+"""What a module is told of the version of its tensors: that of the modules which a load takes them from.
+
+Without a filter that is what was stored of the module itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from asyncckpt.format.module_facts import module_of
+from asyncckpt.format.tree import TENSOR, Path, descend, metadata_for, module_metadata, path_name, state_dict_of
+from asyncckpt.plan.contents import Contents
+from asyncckpt.plan.load_info import Loads
+from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, is_extra_state
+
+
+class ModuleSources:
+    """The `_metadata` of modules by their paths, and `problems`: modules with tensors of several versions."""
+
+    def __init__(self, modules: Iterable[Rebuilt], answer: Loads, contents: Contents, targets: DenseTargets) -> None:
+        self.problems: list[str] = []
+        self._contents = contents
+        self._known: dict[Path, Mapping[str, Any] | None] = {}
+        self._sources = {
+            leaf.path: contents.dense[source].path
+            for leaf in targets.in_place
+            for source in answer.get(leaf.name, ())
+            if source in contents.dense
+        }
+        self.metadata = {item.path: self._of(item) for item in modules if item.is_module}
+
+    def _of(self, item: Rebuilt) -> Any:
+        stored, own = descend(self._contents.tree, item.path), module_metadata(item.tree)
+        found = own if stored is None else metadata_for(item.tree, stored)
+        if own is None:
+            return found
+        said: dict[str, list[Any]] = {}
+        if stored is not None and self._metadata_at(item.path) is not None:
+            _, keys, children, *_ = state_dict_of(stored)
+            tensors = (key for key, child in zip(keys, children, strict=True) if child == TENSOR)
+            # One whose tensors a filter leaves out keeps them, and what they are.
+            said = {module_of(key): [] for key in tensors if not is_extra_state(key)}
+        above: dict[str, list[Any]] = {}
+        for name, source, old in self._loaded(item):
+            theirs = self._metadata_at(source)
+            said.setdefault(name, []).append(own.get(name) if theirs is None else theirs.get(old))
+            while theirs is not None and name and name.rpartition(".")[2] == old.rpartition(".")[2]:
+                name, old = name.rpartition(".")[0], old.rpartition(".")[0]
+                above.setdefault(name, []).append(theirs.get(old))
+        start: dict[str, Any] = dict(found or {})
+        for name, locals_ in (above | said).items():
+            if any(local != locals_[0] for local in locals_):
+                if name in said:
+                    shown = path_name((*item.path, name) if name else item.path)
+                    self.problems.append(f"module {shown!r} would get tensors of modules of other versions: {locals_}")
+                continue
+            start[name] = locals_[0] if locals_ else own.get(name)
+        return OrderedDict((name, local) for name, local in start.items() if local is not None)
+
+    def _loaded(self, item: Rebuilt) -> set[tuple[str, Path, str]]:
+        """Return the names of modules with tensors that are loaded, and from which module of which state dict."""
+        depth = len(item.path) + 1
+        pairs = ((path, self._sources[path]) for path in item.tensors if path in self._sources and len(path) == depth)
+        return {(module_of(path[-1]), source[:-1], module_of(source[-1])) for path, source in pairs}
+
+    def _metadata_at(self, path: Path) -> Mapping[str, Any] | None:
+        if path not in self._known:
+            node = descend(self._contents.tree, path)
+            self._known[path] = None if node is None else module_metadata(node)
+        return self._known[path]
