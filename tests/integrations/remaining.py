@@ -19,12 +19,14 @@ REMAINING: dict[str, str] = {
     "GradientAccumulationScheduler": "Lightning sets it when an epoch begins, and leaves that out in the middle of one",
     "LearningRateFinder": _TRIALS,
     "ModelPruning": "Lightning stores pruned weights without their masks, so a resumed fit trains these weights again",
+    "OnExceptionCheckpoint": "what it saves at an error may be the newest, and Lightning keeps no random numbers in it",
     "SpikeDetection": "Lightning cannot load what it has stored of it: AttributeError before the first step",
     "StochasticWeightAveraging": "Lightning begins its rates anew in a resumed fit, and averages when training ends",
     "WeightAveraging": _AVERAGES,
 }
-# Lightning leaves out the end of an epoch in a resumed fit; ours runs it, so these prune there, as the whole run does.
-NEITHER = frozenset({"ModelPruning"})
+# These do something when an epoch begins or ends. Lightning's own saving has no place between that and the next batch,
+# and ours has: it goes on there, so that the resumed run does that as often as the whole one.
+NEITHER = frozenset({"ModelPruning", "StochasticWeightAveraging"})
 MET: dict[str, set[str]] = {}
 
 

@@ -53,7 +53,8 @@ def test_a_run_goes_on_where_it_was_ended(name: str, tmp_path: Path) -> None:
             differs.discard("random numbers")
         if differs:
             by_own = programs.own_resumed(step) if step else own
-            if not differing(kind, differs, is_as_own=not differs & set(differences(found, by_own))):
+            others = differs & set(differences(found, by_own)) - {"losses"}  # Its own forgets some.
+            if not differing(kind, differs, is_as_own=not others):
                 wrong[f"{what}, from step {step}"] = differs
 
     for step in share_of(asyncckpt.list_steps(programs.steps_of("whole")), f"kills of {kind}", every=every):

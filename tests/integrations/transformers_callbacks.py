@@ -199,10 +199,12 @@ class Programs:
 
 
 def facts(running: Trainer) -> dict[str, Any]:
-    timed = ("runtime", "per_second", "train_loss", "total_flos")
+    left_out = ("runtime", "per_second", "train_loss", "total_flos", "loss")
+    told = running.state.log_history
     return {
         "steps": running.state.global_step,
-        "logs": [{k: v for k, v in e.items() if not k.endswith(timed)} for e in running.state.log_history],
+        "logs": [{k: v for k, v in e.items() if k == "eval_loss" or not k.endswith(left_out)} for e in told],
+        "losses": [entry.get("loss") for entry in told],
         "rates": running.lr_scheduler.state_dict()["_last_lr"] if running.lr_scheduler else None,
         "callbacks": running.state.stateful_callbacks,
         "weights": {name: tensor.clone() for name, tensor in running.model.state_dict().items()},
