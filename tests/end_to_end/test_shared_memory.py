@@ -315,5 +315,5 @@ def test_no_memory_for_what_is_shared_is_an_error_that_says_so(tmp_path: Path, m
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "zeros", no_memory)
-    with pytest.raises(asyncckpt.errors.IOFailedError, match="not enough memory for tensors that share .* 32 bytes"):
+    with pytest.raises(asyncckpt.errors.IOFailedError, match=r"not enough memory for tensors that share .* 32 bytes"):
         asyncckpt.load(tmp_path / "d")
