@@ -22,34 +22,6 @@ SEED = int(os.environ.get("ASYNCCKPT_ORACLES_SEED") or "0")
 IS_WHOLE = CASES > 1
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1200)]
 
-# What is wrong today, each until it is mended: then its line goes.
-KNOWN = {
-    "module:rescales": "versions of modules are lost",
-    "module:renames": "versions of modules are lost",
-    "module:notesmetadata": "what else is in the metadata of a state dict is lost",
-    "module:resizes": "a buffer that the module resizes itself is refused",
-    "module:observed": "a buffer that the module resizes itself is refused",
-    "optimizer:masters": "states of optimizers are rounded to the dtype of their parameters",
-    "optimizer:odd_states": "a tensor in a tuple does not go through DCP",
-    "scheduler:multi_step": "a Counter comes back as a dict",
-    "scheduler:in_turn": "a Counter comes back as a dict",
-    "scheduler:nested": "a Counter comes back as a dict",
-    "value:counter": "a Counter comes back as a dict",
-    "value:counter_of_tensors": "a Counter comes back as a dict",
-    "value:defaultdict": "a defaultdict comes back as a dict",
-    "value:nested_tuples": "a tensor in a tuple does not go through DCP",
-    "value:arrays": "NumPy does not go through DCP",
-    "value:fortran": "NumPy does not go through DCP",
-    "value:numpy_scalars": "NumPy does not go through DCP",
-    "value:numpy_text": "the DCP door takes it for a str",
-    "value:numpy_old_random": "NumPy does not go through DCP",
-    "value:numpy_float64": "NumPy does not go through DCP",
-    "object:trainer": "a tensor in a tuple does not go through DCP",
-    "object:history": "a tensor in a tuple does not go through DCP",
-    "wrapper:compiled": "wrappers are stripped from the whole module only",
-    "wrapper:both": "wrappers are stripped from the whole module only",
-    "wrapper:parallel": "wrappers are stripped from the whole module only",
-}
 # What comes back as a plainer type, as the pages say.
 PLAINER = {
     "value:named_tuple": "as a tuple",
@@ -61,9 +33,21 @@ PLAINER = {
 }
 # What no door takes, or some do not, by their names.
 NEVER = (
-    *("deque", "numpy_objects", "datetime64", "big_endian", "numpy_in_set", "enum", "int_enum", "bytearray", "sparse"),
-    *("quantized", "tuple_keys", "path", "date", "decimal", "record", "function"),
+    *("deque", "numpy_objects", "numpy_text", "datetime64", "big_endian", "numpy_in_set", "enum", "int_enum"),
+    *("bytearray", "sparse", "quantized", "tuple_keys", "path", "date", "decimal", "record", "function"),
 )
+# What some doors refuse, or bring back as something plainer, as the pages say: DCP does not look into tuples, and with
+# torch.save and torch.load(weights_only=True) arrays are tensors, if at all.
+_NO_ARRAYS, _NO_TUPLES = "import of a file|export torch|DCP directory", "DCP directory"
+LIMITED = {
+    **{f"value:{name}": _NO_ARRAYS for name in ("arrays", "fortran", "numpy_old_random", "numpy_scalars")},
+    **{piece: _NO_TUPLES for piece in ("value:nested_tuples", "optimizer:odd_states", "object:trainer")},
+    "object:history": _NO_TUPLES,
+    "value:numpy_float64": _NO_ARRAYS,
+    "value:defaultdict": "import of a file|export torch",
+}
+# These give what was stored to load_state_dict of torch's optimizers, which rounds states to the dtype of parameters.
+ROUNDS = re.compile("and load$|state dicts|export torch|as a dict")
 REFUSED = {
     **{f"value:{name}": "" for name in NEVER},
     **{f"module:{name}": "" for name in ("lazy", "lazy_norm")},  # Until the first rows have come.
@@ -71,20 +55,19 @@ REFUSED = {
     "value:ranges": "import|export torch",
     "value:empties": "import|export|DCP",
 }
-DRAWN = tuple(piece for piece in PIECES if piece not in (*KNOWN, *PLAINER) and REFUSED.get(piece) != "")
+DRAWN = tuple(piece for piece in PIECES if piece not in PLAINER and REFUSED.get(piece) != "")
 
 
 def wrong(case: Case, **how: Any) -> dict[str, list[str]]:
     """Return by doors what is wrong: what differs, and what is refused without need."""
     tried = try_case(case, **how)
-    if tried.torch_differs and "optimizer:masters" in KNOWN and "optimizer:masters" not in case.pieces:
-        return {}  # NAdam and ASGD have states of another dtype than parameters that are not float32.
-    found = dict(tried.findings)
+    found = {door: what for door, what in tried.findings.items() if not (tried.torch_differs and ROUNDS.search(door))}
     allowed = [REFUSED[piece] for piece in case.pieces if piece in REFUSED]
     for door, reason in tried.refused.items():
         if not any(re.search(pattern, door) for pattern in allowed):
             found[door] = [f"refused: {reason}"]
-    return found
+    limited = [LIMITED[piece] for piece in case.pieces if piece in LIMITED]
+    return {door: what for door, what in found.items() if not any(re.search(pattern, door) for pattern in limited)}
 
 
 def told(case: Case, found: dict[str, list[str]]) -> str:
@@ -96,7 +79,7 @@ def told(case: Case, found: dict[str, list[str]]) -> str:
 @pytest.mark.parametrize("piece", share_of(PIECES, "oracles", every=1 if IS_WHOLE else 200))
 def test_each_piece_alone_comes_back_as_from_torch(piece: str) -> None:
     found = wrong(Case((piece,)))
-    if piece in KNOWN or piece in PLAINER:
+    if piece in PLAINER:
         assert found, f"{piece} comes back now: take its line away"
     else:
         assert not found, told(Case((piece,)), found)
