@@ -78,7 +78,7 @@ def with_plain_names(module: torch.nn.Module, state: Any) -> tuple[Any, Mapping[
     UsageError for two tensors of one plain name.
     """
     metadata = getattr(state, "_metadata", None) or {}
-    if not any(map(_ANY_PART.search, _texts(state))) and not any(map(_ANY_PART.search, _texts(metadata))):
+    if not has_wrappers(state) and not has_wrappers(metadata):
         return state, {}
     names = PlainNames(module)
     plain: Any = OrderedDict()
@@ -112,5 +112,6 @@ def with_wrapped_names(module: torch.nn.Module, state: Any, wrapped: Mapping[str
     return found
 
 
-def _texts(keys: Iterable[Any]) -> Iterable[str]:
-    return (key for key in keys if type(key) is str)
+def has_wrappers(names: Iterable[Any]) -> bool:
+    """Return whether one of these names may have a wrapper in it."""
+    return any(_ANY_PART.search(name) for name in names if type(name) is str)

@@ -129,6 +129,20 @@ def test_names_with_module_in_them_load_into_a_module_that_is_wrapped_there(tmp_
         asyncckpt.Loader(tmp_path / "d", tensors={"model": net(0.0)}).load()
 
 
+@pytest.mark.parametrize("place", [lambda value: value, lambda value: [value], lambda value: ({"a": value}, 1)])
+@pytest.mark.parametrize("name", WRAPS)
+def test_versions_in_a_state_dict_with_names_of_wrappers_are_of_the_bare_modules(
+    tmp_path: Path, name: str, place: Callable[[Any], Any]
+) -> None:
+    source = net(3.0, WRAPS[name])
+    asyncckpt.save(tmp_path / "d", {"model": place(source.state_dict())})
+    for wrap in {name, name if name in ("parallel", "all") else "bare"}:
+        target = net(0.0, WRAPS[wrap])
+        asyncckpt.Loader(tmp_path / "d", tensors={"model": place(target)}).load()
+        assert list(values(target)) == list(values(source))
+        assert [local["version"] for module in target.modules() for local in getattr(module, "seen", ())] == [2]
+
+
 def test_of_two_that_would_be_one_neither_is_taken(tmp_path: Path) -> None:
     names = ["_orig_mod.weight", "_checkpoint_wrapped_module.weight", "bias"]
     asyncckpt.save(tmp_path / "d", {"model": {name: torch.ones(2) for name in names}})
