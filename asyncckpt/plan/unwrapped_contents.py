@@ -7,16 +7,16 @@ would become the same, both stay, and do not fit.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import Key, Node, Path, descend, mapping_node, module_metadata, state_dict_of
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt
-from asyncckpt.plan.wrapped_names import without_sure_parts
+from asyncckpt.plan.wrapped_names import PlainNames, has_wrappers, without_sure_parts
 
 T = TypeVar("T")
 
@@ -24,10 +24,14 @@ T = TypeVar("T")
 def as_targets_name_it(contents: Contents, targets: DenseTargets) -> Contents:
     """Return what a checkpoint holds under the names of modules in its targets."""
     new: dict[Path, Key] = {}
+    odd: dict[Path, Rebuilt] = {}
     for item in targets.rebuilt:
-        if item.is_module:
-            new |= dict(_new_names(item, descend(contents.tree, item.path)))
-    if not new:
+        stored = descend(contents.tree, item.path) if item.is_module else None
+        if stored is not None:
+            new |= dict(_new_names(item, stored))
+            if has_wrappers(module_metadata(stored) or ()):
+                odd[item.path] = item
+    if not new and not odd:
         return contents
 
     def renamed(path: Path) -> Path:
@@ -43,15 +47,15 @@ def as_targets_name_it(contents: Contents, targets: DenseTargets) -> Contents:
         values=by_new(contents.values),
         leaf_paths=tuple(map(renamed, contents.leaf_paths)),
         sure_paths=frozenset(map(renamed, contents.sure_paths)),
-        tree=_renamed_tree(contents.tree, (), new),
+        tree=_renamed_tree(contents.tree, (), new, odd),
         shared=tuple((size, by_new(views)) for size, views in contents.shared),
     )
 
 
-def _new_names(item: Rebuilt, stored: Node | None) -> Iterator[tuple[Path, Key]]:
+def _new_names(item: Rebuilt, stored: Node) -> Iterator[tuple[Path, Key]]:
     """Yield the paths of entries that a module has under other names, with these."""
-    own, stored = state_dict_of(item.tree), None if stored is None else state_dict_of(stored)
-    if stored is None or stored[0] not in MAPPINGS or own[0] not in MAPPINGS:
+    own, stored = state_dict_of(item.tree), state_dict_of(stored)
+    if stored[0] not in MAPPINGS or own[0] not in MAPPINGS:
         return
     wanted, there = set(own[1]), set(stored[1])
     plain_of = {wrapped: plain for plain, wrapped in item.wrapped.items()}
@@ -66,14 +70,26 @@ def _new_names(item: Rebuilt, stored: Node | None) -> Iterator[tuple[Path, Key]]
             yield (*item.path, key), plain
 
 
-def _renamed_tree(node: Node, path: Path, new: Mapping[Path, Key]) -> Node:
+def _renamed_tree(node: Node, path: Path, new: Mapping[Path, Key], odd: Mapping[Path, Rebuilt]) -> Node:
     if node[0] == "state":
-        return ("state", _renamed_tree(node[1], path, new))
+        return ("state", _renamed_tree(node[1], path, new, odd))
+    if node[0] in ("list", "tuple"):
+        children = [_renamed_tree(child, (*path, ("int", index)), new, odd) for index, child in enumerate(node[1])]
+        return (node[0], tuple(children))
     if node[0] not in MAPPINGS:
-        return node  # Objects in lists keep the names that they had.
+        return node
     keys = [new.get((*path, key), key) for key in node[1]]
-    children = [_renamed_tree(child, (*path, key), new) for key, child in zip(node[1], node[2], strict=True)]
-    metadata = module_metadata(node) if len(node) > 3 else None
-    if metadata is not None and tuple(keys) != node[1]:
-        metadata = type(metadata)((without_sure_parts(f"{name}.")[:-1], local) for name, local in metadata.items())
+    children = [_renamed_tree(child, (*path, key), new, odd) for key, child in zip(node[1], node[2], strict=True)]
+    metadata: Any = module_metadata(node) if len(node) > 3 else None
+    if path in odd:
+        metadata = OrderedDict(_plain_metadata(odd[path], metadata))
     return mapping_node(node[0], keys, children, metadata)
+
+
+def _plain_metadata(item: Rebuilt, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what is said of modules under the names that they have in a target; a wrapper is before what it wraps."""
+    own: Mapping[str, Any] = module_metadata(item.tree) or {}
+    names = PlainNames(item.owner)
+    for name, local in metadata.items():
+        plain = name if name in own else names.of_module(name)
+        yield (without_sure_parts(f"{name}.")[:-1] if plain == name and name not in own else plain), local

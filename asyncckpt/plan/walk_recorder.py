@@ -205,16 +205,15 @@ class _Recorder:
             if tuple(names) != node[1] or set(node[2]) - {TENSOR}:
                 raise Unusual
             return
-        attributes, modules = self._attributes(value, ("_modules", "module")), vars(value)["_modules"]
-        inner = "_orig_mod" if "_orig_mod" in modules else "module"
-        if type(modules) is not dict or "module" in attributes or inner not in modules:
+        attributes = self._attributes(value, (*_MODULE_PARTS[:3], "module"))
+        if any(type(attributes[name]) is not dict for name in _MODULE_PARTS[:3]) or "module" in attributes:
             raise Unusual
 
         def child(name: str, module: Any) -> None:
-            self._wrapped_module(module, owner, node, slot=slot) if name == inner else self.words.anything()
+            self._wrapped_module(module, owner, node, slot=slot)
 
-        def attribute(name: str, found: Any) -> None:
-            self.words.mapping(found, child) if name == "_modules" else self.words.anything()
+        def attribute(name: str, found: Any) -> None:  # With a tensor of its own it would be no wrapper.
+            self.words.mapping(found, child) if name in _MODULE_PARTS[:3] else self.words.anything()
 
         self.words.instance(value, attribute)
 

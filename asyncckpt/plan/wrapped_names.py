@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UsageError
-
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 # What holds the module in wrappers that are known by nothing else: torch.compile, activation checkpointing, FSDP1.
 _SURE = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -24,10 +22,11 @@ _ANY_PREFIX = re.compile(rf"(?<![^.])({'|'.join((*_SURE, 'module'))})\.")
 
 
 def inner_name(module: Any) -> str | None:
-    """Return under which name a wrapper holds its module; None of any other module."""
-    if isinstance(module, _PARALLEL):
-        return "module"
-    return next((name for name in _SURE if name in module._modules), None)
+    """Return under which name a wrapper holds its module; None of any other module, as one with more than that."""
+    if len(module._modules) != 1 or module._parameters or module._buffers:
+        return None
+    (name,) = module._modules
+    return name if name in _SURE or (name == "module" and isinstance(module, _PARALLEL)) else None
 
 
 def unwrapped(value: Any) -> Any:
@@ -81,10 +80,10 @@ def _below(plain: str, at: Any, name: str) -> tuple[str, Any]:
 def with_plain_names(module: torch.nn.Module, state: Any) -> tuple[Any, Mapping[str, str]]:
     """Return a state dict of a module under plain names, and by these the others: none where no wrapper is in it.
 
-    UsageError for two tensors of one plain name.
+    With two tensors of one plain name, all stay as they are.
     """
     metadata = getattr(state, "_metadata", None) or {}
-    if not any(map(_ANY_PART.search, _texts(state))) and not any(map(_ANY_PART.search, _texts(metadata))):
+    if not has_wrappers(state) and not has_wrappers(metadata):
         return state, {}
     names = PlainNames(module)
     plain: Any = OrderedDict()
@@ -92,10 +91,7 @@ def with_plain_names(module: torch.nn.Module, state: Any) -> tuple[Any, Mapping[
     for key, value in state.items():
         name = names.of_tensor(key) if type(key) is str else key
         if name in plain:
-            raise UsageError(
-                f"two entries of the state dict of a {type(module).__name__} are {name!r} without wrappers",
-                found=[wrapped[name], key],
-            )
+            return state, {}
         plain[name], wrapped[name] = value, key
     if metadata:
         # The wrapper is before what it wraps, which counts.
@@ -118,8 +114,9 @@ def with_wrapped_names(module: torch.nn.Module, state: Any, wrapped: Mapping[str
     return found
 
 
-def _texts(keys: Iterable[Any]) -> Iterable[str]:
-    return (key for key in keys if type(key) is str)
+def has_wrappers(names: Iterable[Any]) -> bool:
+    """Return whether one of these names may have a wrapper in it."""
+    return any(_ANY_PART.search(name) for name in names if type(name) is str)
 
 
 def wrapped_hint(missing: list[str], unexpected: list[str]) -> str:

@@ -129,6 +129,20 @@ def test_names_with_module_in_them_load_into_a_module_that_is_wrapped_there(tmp_
         asyncckpt.Loader(tmp_path / "d", tensors={"model": net(0.0)}).load()
 
 
+@pytest.mark.parametrize("place", [lambda value: value, lambda value: [value], lambda value: ({"a": value}, 1)])
+@pytest.mark.parametrize("name", WRAPS)
+def test_versions_in_a_state_dict_with_names_of_wrappers_are_of_the_bare_modules(
+    tmp_path: Path, name: str, place: Callable[[Any], Any]
+) -> None:
+    source = net(3.0, WRAPS[name])
+    asyncckpt.save(tmp_path / "d", {"model": place(source.state_dict())})
+    for wrap in {name, name if name in ("parallel", "all") else "bare"}:
+        target = net(0.0, WRAPS[wrap])
+        asyncckpt.Loader(tmp_path / "d", tensors={"model": place(target)}).load()
+        assert list(values(target)) == list(values(source))
+        assert [local["version"] for module in target.modules() for local in getattr(module, "seen", ())] == [2]
+
+
 def test_of_two_that_would_be_one_neither_is_taken(tmp_path: Path) -> None:
     names = ["_orig_mod.weight", "_checkpoint_wrapped_module.weight", "bias"]
     asyncckpt.save(tmp_path / "d", {"model": {name: torch.ones(2) for name in names}})
@@ -137,11 +151,75 @@ def test_of_two_that_would_be_one_neither_is_taken(tmp_path: Path) -> None:
         asyncckpt.Loader(tmp_path / "d", tensors={"model": target}).load()
 
 
-def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+class More(torch.nn.Module):
+    """Holds a module as torch.compile does, and has more than it."""
+
+    def __init__(self, name: str, own: Callable[[], Any]) -> None:
+        super().__init__()
+        setattr(self, name, torch.nn.Linear(1, 1))
+        more = own()
+        self.register_buffer("more", more) if type(more) is torch.Tensor else setattr(self, "more", more)
+
+
+class MoreParallel(torch.nn.DataParallel[Any]):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(1, 1))
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+
+def given_later() -> Any:
+    model = compiled(torch.nn.Linear(1, 1))
+    model._parameters["weight"] = torch.nn.Parameter(torch.ones(1))
+    return model
+
+
+NAMES_OF_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+OWN = (lambda: torch.nn.Linear(1, 1), lambda: torch.nn.Parameter(torch.ones(1)), lambda: torch.ones(1))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        MoreParallel,
+        given_later,
+        *(lambda name=name, own=own: More(name, own) for name in NAMES_OF_WRAPPERS for own in OWN),
+    ],
+)
+def test_what_has_more_than_a_module_inside_is_no_wrapper(
+    tmp_path: Path, make: Callable[[], torch.nn.Module], inside: bool
+) -> None:
+    source, target = make(), make()
+    if inside:
+        source, target = torch.nn.Sequential(source), torch.nn.Sequential(target)
+    with asyncckpt.Saver(path=tmp_path / "d", tensors={"model": source}) as saver:
+        for step in range(2):
+            saver.save(step)
+    with torch.no_grad():
+        for tensor in target.state_dict().values():
+            tensor.zero_()
+    for step in range(2):
+        assert list(asyncckpt.load(tmp_path / "d", step)["model"]) == list(source.state_dict())
+    asyncckpt.Loader(tmp_path / "d", tensors={"model": target}).load()
+    assert str(target.state_dict()) == str(source.state_dict())
+
+
+def test_a_wrapper_that_gets_a_tensor_of_its_own_is_saved_with_it(tmp_path: Path) -> None:
+    model = compiled(torch.nn.Linear(1, 1))
+    with asyncckpt.Saver(path=tmp_path / "d", tensors={"model": model}) as saver:
+        saver.save(0)
+        saver.save(1)
+        model._parameters["weight"] = torch.nn.Parameter(torch.ones(1))
+        saver.save(2)
+    found = [list(asyncckpt.load(tmp_path / "d", step)["model"]) for step in range(3)]
+    assert found == [["weight", "bias"]] * 2 + [["weight", "_orig_mod.weight", "_orig_mod.bias"]]
+
+
+def test_two_tensors_of_one_name_keep_the_names_that_they_have(tmp_path: Path) -> None:
     model = torch.nn.Sequential(compiled(torch.nn.Linear(1, 1)))
-    model[0]._parameters["weight"] = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(asyncckpt.UsageError, match=r"are '0\.weight' without wrappers"):
-        asyncckpt.save(tmp_path / "d", {"model": model})
+    model.register_state_dict_post_hook(lambda module, state, prefix, local: state.update({"0.weight": torch.ones(1)}))
+    asyncckpt.save(tmp_path / "d", {"model": model})
+    assert list(asyncckpt.load(tmp_path / "d")["model"]) == ["0._orig_mod.weight", "0._orig_mod.bias", "0.weight"]
 
 
 def test_an_averaged_model_stays_as_it_is(tmp_path: Path) -> None:
