@@ -214,7 +214,7 @@ class Checkpointer:
         return None
 
     def begin_anew(self) -> None:
-        """Say, on every rank, that training begins anew with a new state, after a `restore` that failed half-way."""
+        """Say, on every rank, that a new state goes on above the steps there, after a `restore` failed half-way."""
         self._saver._target.memory.half_loaded = None
 
     def save_now(self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None) -> SaveResult:
@@ -326,7 +326,8 @@ class Checkpointer:
                 raise UsageError(
                     f"step {step} is not behind those that are in {where!r}",
                     found=f"step {steps[-1]}",
-                    hint="begin with restore()" if there is None else "begin with restore(), or copy that back here",
+                    hint=f"begin with restore(){'' if there is None else ', or copy that back here'}; or go on above "
+                    f"step {steps[-1]}, or give another directory",
                 )
         elif step <= self._last_step:
             raise UsageError(
@@ -382,8 +383,7 @@ def _end_earlier(path: str) -> None:
 
 def _errors_raised() -> list[BaseException]:
     """Return the exception that is being handled, and the last one that ended a program or a cell of a notebook."""
-    found = (sys.exc_info()[1], getattr(sys, "last_value", None))
-    return [error for error in found if error is not None]
+    return [error for error in (sys.exc_info()[1], getattr(sys, "last_value", None)) if error is not None]
 
 
 @atexit.register

@@ -70,7 +70,7 @@ def load(
     tied weights are one tensor.
 
     tables  names of tables to add, or True for all: under its name, each is a dict of its columns, `id` ([rows], int64)
-            first, all in the same order of rows
+            first, all in the same order of rows; RuntimeWarning for one of which only some shards are there
     device  where tensors and columns go; None: the CPU
     verify  as of a Loader
 

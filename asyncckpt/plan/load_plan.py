@@ -287,9 +287,11 @@ class _Match:
             if self._strict and absent:
                 self.passing.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
             self.absent |= dict.fromkeys(f"{name}@{column}" for column in absent)
-        if self._strict and not self._is_part and held and not make_up(held, table.shard):
+        if not self._is_part and held and not make_up(held, table.shard):
             only = ", ".join(map(described, held[:8]))
-            self.passing.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {only}")
+            if self._strict:
+                self.passing.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {only}")
+            self.absent[f"{name}: all but {only}"] = None
         return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
 
     def _check_column(self, table: str, column: str, stored: StoredTable, wanted: Column | None) -> None:

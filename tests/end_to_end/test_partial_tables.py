@@ -36,7 +36,10 @@ def test_a_part_that_is_saved_knowingly_does_not_load_as_the_whole(tmp_path: Pat
     with pytest.raises(IncompatibleError, match=r"'user' takes ids of which the checkpoint has none.*shard 1 of 2"):
         asyncckpt.Loader(tmp_path, hashtables={"user": whole}).load()
     assert len(whole) == 3, "nothing was changed"
-    assert asyncckpt.Loader(tmp_path, hashtables={"user": whole}, strict=False).load().rows == {"user": 50}
+    report = asyncckpt.Loader(tmp_path, hashtables={"user": whole}, strict=False).load()
+    assert (report.rows, report.missing) == ({"user": 50}, ("user: all but shard 1 of 2",))
+    with pytest.warns(RuntimeWarning, match="only a part of table 'user': shard 1 of 2"):
+        assert len(asyncckpt.load(tmp_path, tables=True)["user"]["id"]) == 50
     assert asyncckpt.Loader(tmp_path, hashtables={"user": part}).load().rows == {"user": 25}
 
 

@@ -131,7 +131,7 @@ def half_loaded(path: Path, on_error: Any = "raise") -> tuple[torch.Tensor, Mood
 def test_nothing_is_saved_after_a_load_that_failed_half_way(tmp_path: Path, on_error: str) -> None:
     _, _, ckpt = half_loaded(tmp_path, on_error)
     for save in (lambda: ckpt.step(6), lambda: ckpt.save_now(6)):
-        with pytest.raises(UsageError, match=r"loading step 5 has failed .* \(restore\(\) a step; or .*begin_anew"):
+        with pytest.raises(UsageError, match=r"loading step 5 has failed .* \(restore\(\) a step; or .*go on above"):
             save()
     with pytest.raises(UsageError) if on_error == "raise" else pytest.warns(RuntimeWarning, match="loading step 5"):
         ckpt.close()
@@ -147,6 +147,17 @@ def test_saves_go_on_when_a_restore_succeeds_or_training_begins_anew(tmp_path: P
             assert ckpt.restore() == 6
         else:
             ckpt.begin_anew()
+        ckpt.step(6)
+    assert asyncckpt.list_steps(tmp_path) == [5, 6]
+
+
+def test_what_is_advised_after_a_failure_half_way_leads_on(tmp_path: Path) -> None:
+    """A new state has steps of its own, perhaps from 0, and the directory has newer ones."""
+    _, _, ckpt = half_loaded(tmp_path)
+    with ckpt:
+        ckpt.begin_anew()
+        with pytest.raises(UsageError, match=r"step 0 .*'step 5'.*go on above step 5, or give another directory"):
+            ckpt.step(0)
         ckpt.step(6)
     assert asyncckpt.list_steps(tmp_path) == [5, 6]
 

@@ -174,7 +174,7 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
         strict=request.strict,
         cast=request.cast,
         left_out=tables_left_out(request.state, tables.values()),
-        is_part=request.is_part,
+        is_part=request.is_part or whole is not None,
     )
     report = report_of(root.path, chain, contents, targets, plan)
     reader = ChainReader(

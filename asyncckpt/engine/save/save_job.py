@@ -71,7 +71,8 @@ class SaverMemory:
         if self.half_loaded is not None:
             raise UsageError(
                 f"the state is not saved: loading step {self.half_loaded} has failed when parts of it were filled",
-                hint="restore() a step; or make the state anew and call begin_anew() of the Checkpointer",
+                hint="restore() a step; or make the state anew, call begin_anew() of the Checkpointer, and go on above "
+                "the newest step there, or give another directory",
             )
 
 
