@@ -215,7 +215,7 @@ class Checkpointer:
 
     def begin_anew(self) -> None:
         """Say, on every rank, that a new state goes on above the steps there, after a `restore` failed half-way."""
-        self._saver._target.memory.half_loaded = None
+        self._saver._target.begin_anew()
 
     def save_now(self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None) -> SaveResult:
         """Save the state as it is now, and return when the checkpoint is durable: see PeriodicSaver.save_now."""

@@ -94,6 +94,7 @@ class PeriodicSaver:
         if ranks is not None and ranks.in_turn:
             raise UsageError("ranks in turn save by `save` and `save_async`: a periodic one cannot wait for the others")
         self._saver = saver
+        saver._target.memory.is_of_loop = True
         self._every_steps = every_steps
         self._every_seconds = every_seconds
         self._on_error = on_error
@@ -122,7 +123,7 @@ class PeriodicSaver:
         is_due = self._is_due(step) if save is None else save
         try:
             if is_due:  # Whatever becomes of errors of saves: this one would not be of any step.
-                self._saver._target.memory.check_whole()
+                self._saver._target.check_whole()
             self._collect()
             if save:  # Saves that were queued are more than the one that was looked at.
                 for error in self._errors_so_far():

@@ -73,7 +73,7 @@ def _below(plain: str, at: Any, name: str) -> tuple[str, Any]:
         at = at._modules[inner]
         if inner == name:
             return plain, at
-    below = None if at is None else at._modules.get(name)
+    below = at._modules[name] if at is not None and name in at._modules else None  # Scripted ones have no `get`.
     return (f"{plain}.{name}" if plain else name), below
 
 

@@ -235,8 +235,9 @@ def _queue_dense(
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
         # An optimizer could not update one of inference mode later.
-        with torch.inference_mode(False), enough_memory(
-            f"tensor {stored.name!r}, {math.prod(stored.shape) * dtype.itemsize} bytes"
+        with (
+            torch.inference_mode(False),
+            enough_memory(f"tensor {stored.name!r}, {math.prod(stored.shape) * dtype.itemsize} bytes"),
         ):
             whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
         pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)

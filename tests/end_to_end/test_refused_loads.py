@@ -131,7 +131,9 @@ def half_loaded(path: Path, on_error: Any = "raise") -> tuple[torch.Tensor, Mood
 def test_nothing_is_saved_after_a_load_that_failed_half_way(tmp_path: Path, on_error: str) -> None:
     _, _, ckpt = half_loaded(tmp_path, on_error)
     for save in (lambda: ckpt.step(6), lambda: ckpt.save_now(6)):
-        with pytest.raises(UsageError, match=r"loading step 5 has failed .* \(restore\(\) a step; or .*go on above"):
+        with pytest.raises(
+            UsageError, match=r"loading step 5 has failed .* \(load a step into it, as by restore\(\); or .*begin_anew"
+        ):
             save()
     with pytest.raises(UsageError) if on_error == "raise" else pytest.warns(RuntimeWarning, match="loading step 5"):
         ckpt.close()
@@ -160,6 +162,45 @@ def test_what_is_advised_after_a_failure_half_way_leads_on(tmp_path: Path) -> No
             ckpt.step(0)
         ckpt.step(6)
     assert asyncckpt.list_steps(tmp_path) == [5, 6]
+
+
+def test_another_loop_over_the_same_objects_does_not_save_them_either(tmp_path: Path) -> None:
+    x, moody, ckpt = half_loaded(tmp_path)
+    with pytest.raises(UsageError, match="loading step 5 has failed"):
+        ckpt.step(6)
+    with pytest.raises(UsageError):
+        ckpt.close()
+    with asyncckpt.Checkpointer(tmp_path, every=1, x=x, moody=moody) as other:
+        with pytest.raises(UsageError, match=r"loading step 5 has failed .*begin_anew"):
+            other.step(7)
+        other.begin_anew()
+        other.step(8)
+    assert asyncckpt.list_steps(tmp_path) == [5, 8]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_loop_does_not_save_what_a_loader_has_left_half_way(tmp_path: Path, is_new: bool) -> None:
+    asyncckpt.save(tmp_path, {"x": torch.ones(2), "moody": Moody()}, 5, durability="none")
+    state: dict[str, Any] = {"x": torch.zeros(2), "moody": Moody()}
+    state["moody"].refuses = True
+    with pytest.raises(IncompatibleError, match="filled already"):
+        asyncckpt.Loader(tmp_path, tensors=state).load()
+    with asyncckpt.Saver(path=tmp_path, tensors=state, durability="none") as saver:
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
+        for save in (periodic.step, periodic.save_now):
+            with pytest.raises(UsageError, match=r"loading step 5 has failed .* \(load a step into"):
+                save(6)
+        if is_new:
+            state |= {"x": torch.zeros(2), "moody": Moody()}
+        else:
+            state["moody"].refuses = False
+            asyncckpt.Loader(tmp_path, tensors=state).load()
+    with (
+        asyncckpt.Saver(path=tmp_path, tensors=state, durability="none") as saver,
+        asyncckpt.PeriodicSaver(saver, every_steps=1) as periodic,
+    ):
+        periodic.step(7)
+    assert asyncckpt.list_steps(tmp_path) == [5, 7]
 
 
 def test_a_refused_restore_stops_no_save(tmp_path: Path) -> None:

@@ -246,3 +246,16 @@ def test_tables_inside_of_wrapped_parts_have_the_names_of_bare_ones(tmp_path: Pa
         with asyncckpt.Checkpointer(tmp_path / "d", every=9, model=into) as ckpt:
             ckpt.restore()
         assert sorted(table.table.ids().tolist()) == list(range(5))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_a_scripted_part_in_a_wrapper_has_its_own_names(tmp_path: Path) -> None:
+    def made(fill: float) -> torch.nn.Module:
+        scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        torch.nn.init.constant_(scripted[0].weight, fill)
+        return torch.nn.Sequential(parallel(torch.nn.Sequential(scripted)))
+
+    asyncckpt.save(tmp_path, {"model": made(1.0)}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"model": (loaded := made(0.0))}).load()
+    assert all(bool(value.eq(1).all()) for name, value in loaded.state_dict().items() if name.endswith("weight"))
+    assert "model.0.0.0.weight" in [block.name for block in asyncckpt.describe(tmp_path).blocks]

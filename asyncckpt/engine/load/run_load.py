@@ -28,6 +28,7 @@ from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
 from asyncckpt.engine.load.shared_tensors import shared_again
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
+from asyncckpt.engine.process.half_filled import half_filled
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError, warn
 from asyncckpt.format.manifest import Chain
@@ -199,12 +200,18 @@ def load_open(
             numbers = range(len(chain.blocks)) if is_alone else sorted(set(plan.wanted_blocks(chain)))
             verify_blocks(reader, numbers, bytes_total=chain.bytes_total)
         bytes_before = reader.bytes_read
-        rebuilt, rows = fill(plan, reader, clear=not request.merge, before_fill=request.before_fill, on_read=on_read)
+
+        def before_fill() -> None:
+            half_filled.note(request.state, request.tables, step=chain.step)
+            request.before_fill()
+
+        rebuilt, rows = fill(plan, reader, clear=not request.merge, before_fill=before_fill, on_read=on_read)
         if not request.merge:
             empty_companions(plan.tables, plan)
         bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
+    half_filled.forget(request.state, request.tables)
     if is_verified:
         mark_verified(root, chain)
     report = with_scalars(opened.report, opened.targets)

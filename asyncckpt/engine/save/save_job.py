@@ -17,6 +17,7 @@ from asyncckpt.commit.transaction import Commits
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.event_line import EventLine
 from asyncckpt.engine.process.future import FutureState, SaveFuture
+from asyncckpt.engine.process.half_filled import half_filled
 from asyncckpt.engine.process.save_lock import Ticket
 from asyncckpt.engine.ranks.replicas import WrittenByPeers
 from asyncckpt.engine.ranks.saver_ranks import Ranks
@@ -55,6 +56,7 @@ class SaverMemory:
     retention  the one that was begun last
     behind     those that have perhaps not ended, the oldest first
     half_loaded  the step that a Checkpointer has begun to fill the state with, until that has succeeded
+    is_of_loop   whether it saves for a loop, which goes on as if nothing had failed, and not as it is told
     """
 
     plans: PlanCache
@@ -65,15 +67,7 @@ class SaverMemory:
     retention: Future[None] | None = None
     behind: deque[Future[None]] = field(default_factory=deque)
     half_loaded: int | None = None
-
-    def check_whole(self) -> None:
-        """Raise UsageError where a load that has failed has left parts of another step in the state."""
-        if self.half_loaded is not None:
-            raise UsageError(
-                f"the state is not saved: loading step {self.half_loaded} has failed when parts of it were filled",
-                hint="restore() a step; or make the state anew, call begin_anew() of the Checkpointer, and go on above "
-                "the newest step there, or give another directory",
-            )
+    is_of_loop: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +88,22 @@ class SaveTarget:
     uploads: Uploads
     events: EventLine | None = None
 
+    def begin_anew(self) -> None:
+        """Take the state for whole, whatever a load has left in it."""
+        self.memory.half_loaded = None
+        half_filled.forget(self.state, self.tables)
+
+    def check_whole(self) -> None:
+        """Raise UsageError where a load that has failed has left parts of another step in the state."""
+        step = self.memory.half_loaded
+        if step is None and self.memory.is_of_loop:
+            step = half_filled.step_of(self.state, self.tables)
+        if step is not None:
+            raise UsageError(
+                f"the state is not saved: loading step {step} has failed when parts of it were filled",
+                hint="load a step into it, as by restore(); or make the objects anew, and call begin_anew()",
+            )
+
     def recorder(self) -> Recorder:
         """Return a recorder for a save that begins on this thread."""
         return Recorder(None if self.events is None else self.events.put, self.root.path, rank=self.rank)
@@ -103,7 +113,8 @@ class SaveTarget:
         if self.events is not None:
             future.before_done(
                 self.events.ended(name, step=future.step, begun=begun, path=self.root.path, rank=self.rank)
-            )
+                hint="load a step into it, as by restore(); or make the objects anew, call begin_anew(), and go on above the "
+                "newest step there or in another directory",
 
     @property
     def root(self) -> WriteRoot:

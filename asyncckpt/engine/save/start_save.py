@@ -55,7 +55,7 @@ def start_save(
     """
     begun = time.perf_counter()
     target.commits.check_not_in_doubt()
-    target.memory.check_whole()
+    target.check_whole()
     check_not_capturing("a save")
     if not staged:
         check_may_wait("a blocking save")
