@@ -356,3 +356,12 @@ def test_tensors_of_modules_of_several_versions_do_not_go_into_one(tmp_path: Pat
     with pytest.raises(asyncckpt.IncompatibleError, match=r"module 'model' .* of modules of other versions: .*7"):
         asyncckpt.Loader(tmp_path / "d", tensors={"model": target}, filter_func=lambda info: answer).load()
     assert [tensor.tolist() for tensor in target.parameters()] == before
+
+
+def test_a_state_dict_that_is_filled_gets_the_versions_of_what_it_holds_now(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "d", {"deep": [{"model": versioned(1, 2)}]})
+    target = versioned(2, 2)
+    state = target.state_dict()
+    asyncckpt.Loader(tmp_path / "d", tensors={"deep": [{"model": state}]}).load()
+    target.load_state_dict(state)
+    assert [tensor.tolist() for tensor in target.parameters()] == [[2.0] * 3, [1.0] * 3]
