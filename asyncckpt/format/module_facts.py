@@ -27,17 +27,25 @@ _USUAL = {"version": 1}
 _COUNTED = "num_batches_tracked"
 
 
+def metadata_in(state: Any) -> dict[str, Any] | None:
+    """Return the `_metadata` of a state dict of torch: what another mapping calls so is something else."""
+    found = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
+    return dict(found.items()) if isinstance(found, Mapping) else None
+
+
 def facts_of(metadata: Mapping[str, Any], keys: Iterable[Any], *, owner: str) -> ModuleFacts:
-    """Return what `_metadata` says of the modules of a state dict with these keys. UsageError for what is not plain."""
+    """Return what `_metadata` says of the modules of a state dict with these keys: all of it that is plain."""
     implied = implied_modules(keys)
     facts: list[tuple[str, Json]] = []
     for name, local in metadata.items():
         if local == _USUAL and type(local["version"]) is int and name in implied:
             continue  # By far the most frequent.
-        fact = _fact(local, f"_metadata[{name!r}] of {owner}")
+        if not isinstance(local, Mapping) or not isinstance(name, str) or not _is_plain(name):
+            continue
+        fact = _fact(local, owner)
         if fact != 1 or type(fact) is not int or name not in implied:
-            facts.append((_name(name, owner), fact))
-    facts += [(name, None) for name in implied if name not in metadata]
+            facts.append((str.__str__(name), fact))
+    facts += [(name, None) for name in implied if not isinstance(metadata.get(name), Mapping)]
     return tuple(facts)
 
 
@@ -103,19 +111,16 @@ def _begins(name: str) -> Iterator[str]:
 
 
 def _fact(local: Any, owner: str) -> Json:
-    if not isinstance(local, Mapping):
-        raise UsageError(f"{owner} is no mapping", found=type(local).__name__)
     said = {key: value for key, value in local.items() if key not in _NOT_STORED}
     if said.keys() == {"version"} and type(said["version"]) is int and abs(said["version"]) < 2**53:
         return said["version"]
-    return encode_value(said, owner=owner)
+    plain = {key: value for key, value in said.items() if _is_plain({key: value})}
+    return encode_value(plain, owner=owner)
 
 
-def _name(name: Any, owner: str) -> str:
+def _is_plain(value: Any) -> bool:
     try:
-        name.encode("utf-8")
-    except (AttributeError, UnicodeEncodeError) as error:
-        raise UsageError(
-            f"_metadata of {owner} names no module", found=str(name)[:80].encode("ascii", "replace")
-        ) from error
-    return str(name)
+        encode_value(value, owner="")
+    except UsageError:
+        return False
+    return True

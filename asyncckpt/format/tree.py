@@ -204,7 +204,7 @@ def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
         return next(values if node is VALUE else tensors)
     if node[0] in MAPPINGS:
         pairs = ((key_value(key), rebuild(child, tensors, values)) for key, child in zip(node[1], node[2], strict=True))
-        metadata = module_metadata(node)
+        metadata = None if node[0] in TYPED_MAPPINGS else module_metadata(node)
         return made_mapping(node[0], pairs) if metadata is None else with_metadata(pairs, metadata)
     if node[0] == "state":
         return rebuild(node[1], tensors, values)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.mappings import mapping_kind
-from asyncckpt.format.module_facts import facts_of
+from asyncckpt.format.module_facts import facts_of, metadata_in
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path
 from asyncckpt.format.values import encode_value
@@ -260,15 +260,15 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
         names, values = list(value.keys()), list(value.values())
         if names != list(value.keys()):
             raise RuntimeError("its keys are others now")
-    except RuntimeError as error:
+        metadata = metadata_in(value)
+    except (RuntimeError, KeyError) as error:
         raise UsageError(f"state {_shown(path)} was changed by another thread while it was read: {error}") from error
     if set(map(type, names)) == {str}:
         keys: tuple[Key, ...] = tuple(names)
     else:
         keys = tuple([name if type(name) is str else stored_key(name, path) for name in names])
         flat.is_spelled |= float in map(type, names)
-    metadata = None if type(value) is dict else getattr(value, "_metadata", None)
-    facts = (facts_of(metadata, keys, owner=_shown(path)),) if isinstance(metadata, Mapping) else ()
+    facts = () if metadata is None else (facts_of(metadata, keys, owner=_shown(path)),)
     flat.is_spelled |= any(type(fact) is dict for _, fact in facts[0]) if facts else False
     if type(value) not in _PYTHONS:
         pairs = zip(names, values, strict=True)

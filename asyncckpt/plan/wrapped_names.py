@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from asyncckpt.format.module_facts import metadata_in
+
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 # What holds the module in wrappers that are known by nothing else: torch.compile, activation checkpointing, FSDP1.
 _SURE = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -82,7 +84,7 @@ def with_plain_names(module: torch.nn.Module, state: Any) -> tuple[Any, Mapping[
 
     With two tensors of one plain name, all stay as they are.
     """
-    metadata = getattr(state, "_metadata", None) or {}
+    metadata = metadata_in(state) or {}
     if not has_wrappers(state) and not has_wrappers(metadata):
         return state, {}
     names = PlainNames(module)

@@ -29,6 +29,7 @@ import torch
 
 from asyncckpt.errors import CorruptError, NotFoundError, UsageError
 from asyncckpt.format.mappings import made_mapping, mapping_kind
+from asyncckpt.format.module_facts import metadata_in
 from asyncckpt.format.tree import with_metadata
 from asyncckpt.format.values import encode_value
 from asyncckpt.strategies.mapping import STATE_DEPTH_MAX, shown_path
@@ -78,7 +79,7 @@ def _packed(value: Any, at: Path, front: Path, kinds: list[tuple[Path, Kind]]) -
 
 
 def _like(value: Mapping[Any, Any], pairs: Sequence[tuple[Any, Any]]) -> Any:
-    metadata = getattr(value, "_metadata", None)  # Of the state dict of a module.
+    metadata = metadata_in(value)
     return made_mapping(mapping_kind(value), pairs) if metadata is None else with_metadata(pairs, metadata)
 
 

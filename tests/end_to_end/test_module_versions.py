@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -208,11 +209,50 @@ def test_renamed_modules_keep_their_versions(tmp_path: Path) -> None:
     assert (versions["deep.er"], versions["3"], versions["0"], versions[""]) == (2, 2, 1, 1)
 
 
-def test_what_is_not_plain_is_refused_by_name(tmp_path: Path) -> None:
+def test_of_what_is_said_of_modules_only_what_is_plain_is_saved(tmp_path: Path) -> None:
     state: Any = net().state_dict()
-    state._metadata["3"]["config"] = object()
-    with pytest.raises(asyncckpt.UsageError, match=r"_metadata\['3'\] of 'model'"):
-        asyncckpt.save(tmp_path / "d", {"model": state})
+    expected = {name: dict(local) for name, local in state._metadata.items()}
+    state._metadata["3"] |= {"config": object(), "scale": torch.ones(1), "size": (1, 2)}
+    state._metadata |= {3: {"version": 1}, "\ud800": {"version": 2}, "author": "me", "2": None}
+    asyncckpt.save(tmp_path / "d", {"model": state})
+    expected["3"]["size"] = (1, 2)
+    del expected["2"]
+    assert dict(asyncckpt.load(tmp_path / "d")["model"]._metadata) == expected
+
+
+class Answers(dict[str, Any]):
+    """Has everything that it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Answers()
+
+
+class Noted(dict[str, Any]):
+    _metadata = MappingProxyType({"author": "me"})
+
+
+class Counts(Counter[str]):
+    _metadata = MappingProxyType({"": {"version": 3}})
+
+
+@pytest.mark.parametrize("state", [Answers(a=1), Noted(a=1), Counts(a=1)])
+def test_metadata_of_what_is_no_state_dict_of_torch_are_left_alone(tmp_path: Path, state: Any) -> None:
+    asyncckpt.save(tmp_path / "d", {"state": state})
+    found = asyncckpt.load(tmp_path / "d")["state"]
+    assert (type(found), found) == (Counter if isinstance(state, Counter) else dict, {"a": 1})
+    assert "modules" not in manifest_of(tmp_path / "d")[0]
+
+
+def test_metadata_that_another_thread_changes_are_refused_as_the_state_is(tmp_path: Path) -> None:
+    class Changing(OrderedDict[str, Any]):
+        def items(self) -> Any:
+            raise RuntimeError("OrderedDict mutated during iteration")
+
+    state: Any = net().state_dict()
+    with asyncckpt.Saver(path=tmp_path / "d", tensors={"model": state}) as saver:
+        state._metadata = Changing(state._metadata)
+        with pytest.raises(asyncckpt.UsageError, match="was changed by another thread"):
+            saver.save(0)
 
 
 def test_versions_of_several_ranks_are_put_together(tmp_path: Path) -> None:
@@ -316,3 +356,12 @@ def test_tensors_of_modules_of_several_versions_do_not_go_into_one(tmp_path: Pat
     with pytest.raises(asyncckpt.IncompatibleError, match=r"module 'model' .* of modules of other versions: .*7"):
         asyncckpt.Loader(tmp_path / "d", tensors={"model": target}, filter_func=lambda info: answer).load()
     assert [tensor.tolist() for tensor in target.parameters()] == before
+
+
+def test_a_state_dict_that_is_filled_gets_the_versions_of_what_it_holds_now(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "d", {"deep": [{"model": versioned(1, 2)}]})
+    target = versioned(2, 2)
+    state = target.state_dict()
+    asyncckpt.Loader(tmp_path / "d", tensors={"deep": [{"model": state}]}).load()
+    target.load_state_dict(state)
+    assert [tensor.tolist() for tensor in target.parameters()] == [[2.0] * 3, [1.0] * 3]

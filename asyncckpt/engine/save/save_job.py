@@ -101,7 +101,8 @@ class SaveTarget:
         if step is not None:
             raise UsageError(
                 f"the state is not saved: loading step {step} has failed when parts of it were filled",
-                hint="load a step into it, as by restore(); or make the objects anew, and call begin_anew()",
+                hint="load a step into it, as by restore(); or make the objects anew, call begin_anew(), and go on above "
+                "the newest step there, or in another directory",
             )
 
     def recorder(self) -> Recorder:
@@ -113,8 +114,7 @@ class SaveTarget:
         if self.events is not None:
             future.before_done(
                 self.events.ended(name, step=future.step, begun=begun, path=self.root.path, rank=self.rank)
-                hint="load a step into it, as by restore(); or make the objects anew, call begin_anew(), and go on above the "
-                "newest step there or in another directory",
+            )
 
     @property
     def root(self) -> WriteRoot:
