@@ -101,8 +101,8 @@ class SaveTarget:
         if step is not None:
             raise UsageError(
                 f"the state is not saved: loading step {step} has failed when parts of it were filled",
-                hint="load a step into it, as by restore(); or make the objects anew, call begin_anew(), and go on above "
-                "the newest step there, or in another directory",
+                hint="load a step into it, as by restore(); or make the objects anew, call begin_anew(), and go on "
+                "above the newest step there, or in another directory",
             )
 
     def recorder(self) -> Recorder:
