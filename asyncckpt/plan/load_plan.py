@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class LoadPlan:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     info: Loads
-    metadata: Mapping[Path, Any]
+    metadata: Mapping[Path, Any] = field(default_factory=dict)
     apart: tuple[Apart, ...] = ()
     is_empty: bool = False
 

@@ -27,7 +27,7 @@ def inner_name(module: Any) -> str | None:
     """Return under which name a wrapper holds its module; None of any other module, as one with more than that."""
     if len(module._modules) != 1 or module._parameters or module._buffers:
         return None
-    (name,) = module._modules
+    (name,) = module._modules.keys()
     return name if name in _SURE or (name == "module" and isinstance(module, _PARALLEL)) else None
 
 

@@ -76,6 +76,8 @@ def types_of(value: Any) -> Any:
         return type(value), factory, [(types_of(key), types_of(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
         return type(value), [types_of(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return type(value), sorted(map(repr, value))
     return type(value), repr(value)
 
 

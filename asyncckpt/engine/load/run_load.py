@@ -341,7 +341,7 @@ def give_versions(own: Any, stored: Node) -> None:
             give_versions(item, node)
     elif stored[0] in MAPPINGS and isinstance(own, Mapping):
         for key, node in zip(stored[1], stored[2], strict=True):
-            if len(node) > 1 and key_value(key) in own:
+            if len(node) > 1 and key_value(key) in own.keys():  # noqa: SIM118 - a TensorDict asks for that.
                 give_versions(own[key_value(key)], node)
 
 
