@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 EVERY = int(os.environ.get("ASYNCCKPT_EVERY", "1"))
 T = TypeVar("T")
@@ -29,6 +31,16 @@ def share_of(
         groups.setdefault(by(item), []).append(number)
     taken = [number for group in groups.values() for number in drawn.sample(group, -(-len(group) // step))]
     return [listed[number] for number in sorted(taken)]
+
+
+def slow_but_for_a_share(items: Iterable[T], name: str, *, every: int) -> list[Any]:
+    """Return all items as parameters of a test; but for one in `every`, it is slow (`make test-slow`)."""
+    listed = list(items)
+    taken = share_of(range(len(listed)), name, every=every)
+    return [
+        pytest.param(*(item if type(item) is tuple else (item,)), marks=() if number in taken else pytest.mark.slow)
+        for number, item in enumerate(listed)
+    ]
 
 
 def is_drawn(name: str, every: int) -> bool:

@@ -55,7 +55,7 @@ def run_under(name: str, files: list[str], *, every: int = 1) -> subprocess.Comp
 
 @pytest.mark.parametrize("name", share_of(DEFAULTS, "defaults of a process", every=len(DEFAULTS)))
 def test_saves_and_loads_hold_under_a_default(name: str) -> None:
-    files = share_of(FILES, f"files under {name}", every=len(FILES) // 2)
+    files = share_of(FILES, f"files under {name}", every=len(FILES))
     done = run_under(name, files, every=6)
     assert done.returncode in (0, NOTHING_COLLECTED), done.stdout + done.stderr
 

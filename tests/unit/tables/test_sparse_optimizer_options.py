@@ -14,6 +14,7 @@ from torch import nn
 
 from asyncckpt.errors import UsageError
 from asyncckpt.tables import HashEmbedding, HashTable, SparseAdagrad, SparseAdam, SparseAdamW, SparseSGD
+from tests.shares import slow_but_for_a_share
 
 IDS = torch.arange(4)
 ABSENT_OPTIONS = {
@@ -81,7 +82,7 @@ class Twins:
         torch.testing.assert_close(self.table.read(IDS)["embedding"], self.dense.weight.detach())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(20), "options", every=4))
 @pytest.mark.parametrize("kind", PAIRS)
 def test_random_options_give_what_torch_gives_or_are_refused(kind: str, seed: int) -> None:
     """In the constructor, in a group, set later, and in a state that is loaded."""
