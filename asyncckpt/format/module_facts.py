@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
@@ -23,6 +24,7 @@ ModuleFacts = tuple[tuple[str, Json], ...]
 NOTED_TABLES = "asyncckpt.tables"  # tables/noted_tables.py: what this process alone understands.
 # The first is put there by torch when a state dict is loaded.
 _NOT_STORED = ("assign_to_params_buffers", NOTED_TABLES)
+IMPLIED_MAX = 16
 _USUAL = {"version": 1}
 _COUNTED = "num_batches_tracked"
 
@@ -92,8 +94,13 @@ def module_of(key: Any) -> str:
     return key.rpartition(".")[0] if type(key) is str else ""
 
 
-def implied_modules(keys: Iterable[Any]) -> dict[str, None]:
+def implied_modules(keys: Iterable[Any]) -> Mapping[str, None]:
     """Return the names of the modules that the keys of a state dict begin with, in their order."""
+    return _implied(tuple(keys))
+
+
+@lru_cache(maxsize=IMPLIED_MAX)  # A state dict is asked about at each save, and has the same keys each time.
+def _implied(keys: tuple[Any, ...]) -> Mapping[str, None]:
     found: dict[str, None] = {"": None}
     for key in keys:
         begin = module_of(key)
