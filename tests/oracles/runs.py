@@ -335,16 +335,22 @@ def give(state: Any, found: Any) -> None:
 
 def wrapper_names(model: nn.Module) -> list[str]:
     """Return what wrappers put into the names of a model, the deepest first."""
-    parallel = [f"{name}.module" for name, one in model.named_modules() if isinstance(one, nn.DataParallel)]
+    modules = [(sure_name(f"{name}."), one) for name, one in model.named_modules()]
+    parallel = [f"{name}module" for name, one in modules if isinstance(one, nn.DataParallel)]
     return sorted((name.lstrip(".") for name in parallel), key=len, reverse=True)
 
 
+def sure_name(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def plain_name(name: str, strip: list[str]) -> str:
+    name = sure_name(name)
     for prefix in strip:
         if name.startswith(f"{prefix}."):
             above, _, _ = prefix.rpartition("module")
             name = above + name[len(prefix) + 1 :]
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    return name
 
 
 def image(value: Any) -> Any:
