@@ -102,10 +102,12 @@ def _print_little() -> None:
     torch.set_printoptions(precision=1, threshold=2, edgeitems=1)
 
 
+_OWN_DTYPE = {"test_each_checkpoint_holds": "its objects make tensors of the default dtype within calls"}
+
 DEFAULTS = {
     "device meta": Default(lambda: MetaInPackage(torch.device("meta")).__enter__()),
-    "dtype float64": Default(within=partial(_with_dtype, torch.float64)),
-    "dtype bfloat16": Default(within=partial(_with_dtype, torch.bfloat16)),
+    "dtype float64": Default(within=partial(_with_dtype, torch.float64), but=_OWN_DTYPE),
+    "dtype bfloat16": Default(within=partial(_with_dtype, torch.bfloat16), but=_OWN_DTYPE),
     "no grad": Default(within=torch.no_grad),
     "inference": Default(
         within=torch.inference_mode,
