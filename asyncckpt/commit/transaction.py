@@ -362,10 +362,12 @@ class Transaction:
         """Take a compaction back that stands beside another checkpoint of its step, which somebody without LOCK has
         removed and saved anew right before the commit. NotFoundError.
         """
+        found = digest
         with contextlib.suppress(NotFoundError):  # Retention may have what it stands for at once.
-            if self._commits.heads.of(manifest_name(head.step)).digest != digest:
-                self._root.manifests.remove_file(head.file_name)
-                raise self._rewritten()
+            found = self._commits.heads.of(manifest_name(head.step)).digest
+        if found != digest:
+            self._root.manifests.remove_file(head.file_name)
+            raise self._rewritten()
 
     def _settle(self, doubt: InDoubt, head: ManifestHead, raw: bytearray) -> None:
         """Publish once more what is in doubt, unless it is there, or somebody was told that it is not."""
