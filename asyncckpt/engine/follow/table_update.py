@@ -77,7 +77,7 @@ def seen_step(path: Place, step: int) -> SeenStep:
 
 
 def find_update(path: Place, seen: SeenStep | None) -> OpenUpdate | None:
-    """Open the oldest step after the last finished one, or the newest when training has gone back behind that; None
+    """Open the oldest step after the last finished one, or the newest when training has gone back before that; None
     while there is nothing new.
 
     Raises CorruptError if it is damaged, IncompatibleError, UnsupportedError, IOFailedError.
