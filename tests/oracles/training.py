@@ -46,7 +46,11 @@ class OddStates(optim.Optimizer):
     """Has states of all forms, and one of no parameter."""
 
     def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.01, "betas": (0.9, 0.99), "none": None, "kinds": {"a": [1, (2.5,)]}})
+        super().__init__(params, {"lr": 0.01, "betas": (0.9, 0.99), "none": None})
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """A list of its own for each: one that several have comes back as several, as the page on saving says."""
+        super().add_param_group({**group, "kinds": {"a": [1, (2.5,)]}})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
