@@ -63,4 +63,4 @@ def test_no_save_reads_memory_that_is_not_a_tensors(tmp_path: Path, sanitized: t
 def test_a_read_behind_a_tensor_is_found(tmp_path: Path, sanitized: tuple[Path, Path]) -> None:
     done = run(sanitized, str(tmp_path), "planted")
     assert done.returncode != 0
-    assert "heap-buffer-overflow" in done.stderr
+    assert "ERROR: AddressSanitizer" in done.stderr  # By what name depends on what lies behind the tensor.
