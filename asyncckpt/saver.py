@@ -33,7 +33,7 @@ from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
 from asyncckpt.engine.upload.uploads import Uploads
-from asyncckpt.errors import CheckpointError, DeadlineError, UsageError
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
@@ -159,7 +159,7 @@ class Saver(Closing):
                 check_all_here(flatten(state))  # The first save would find it, too.
             checked = check_place(path)
             uploads = Uploads.open(checked, upload, rank=own.index, in_turn=own.count > 1 and ranks.in_turn)
-        except CheckpointError as error:
+        except BaseException as error:
             announce_refused(error, own, ranks)
             raise
         self._errors, self._counts, self._calls = OpenErrors(), SaveCounts(), RunningCalls()

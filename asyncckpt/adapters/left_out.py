@@ -3,7 +3,8 @@
 What is looked at, each thing once, modules first, then what is nearest, and at most LOOKED_AT_MAX things besides
 modules, numbers, texts, tensors, and lists and dicts of these:
 
-    the state       the modules and the sparse optimizers in it, in mappings, lists and tuples of any depth
+    the state       the modules, their state dicts and the sparse optimizers in it, in mappings, lists and tuples of any
+                    depth
     a module        its children and its attributes
     an attribute    a table, a module or a sparse optimizer, or a dict, list, tuple, set or deque of them, of any depth;
                     of any other object its own attributes, but not the attributes of what it holds in turn
@@ -66,39 +67,33 @@ class _Holder(Enum):
 
 
 def check_all_taken(state: object, taken: Iterable[Table], *, hint: str) -> None:
-    """Raise UsageError, naming them, if modules or sparse optimizers hold tables that are not taken.
+    """Raise UsageError, naming them, if modules or sparse optimizers hold tables that are not taken, or state dicts
+    belong to such.
 
-    state: a module, or mappings and sequences of what may be modules; or state dicts of these, by name.
+    state: a module, or mappings and sequences of what may be modules, or state dicts of these.
     """
-    taken = list(taken)
-    found = (*tables_left_out(state, taken), *_noted_left_out(state, taken))
+    found = _named(tables_held(state, taken, with_noted=True))
     if found:
         raise UsageError("tables of a module would be left out of the checkpoint", found=shown(found), hint=hint)
 
 
-def _noted_left_out(state: object, taken: Iterable[Table]) -> tuple[str, ...]:
-    """Return the tables to which the state dicts in a state belong, or the state itself, and that are not taken."""
-    known = {id(table) for table in taken}
-    dicts = [("", state), *(state.items() if issubclass(type(state), dict) else ())]  # type: ignore[attr-defined]
-    return tuple(
-        f"{'.'.join(filter(None, (str(at), name)))} (table {table.name!r})"
-        for at, item in dicts
-        if issubclass(type(item), dict)
-        for name, table in noted_tables(item).items()
-        if table is not None and id(table) not in known
-    )
-
-
 def tables_left_out(state: object, taken: Iterable[Table]) -> tuple[str, ...]:
     """Return where modules and sparse optimizers of a state hold tables that are not taken, and their names."""
-    return tuple(f"{path} (table {table.name!r})" for path, table in tables_held(state, taken))
+    return _named(tables_held(state, taken))
 
 
-def tables_held(state: object, taken: Iterable[Table]) -> list[tuple[str, Table]]:
-    """Return the tables that modules and sparse optimizers of a state hold and that are not taken, with their paths."""
+def _named(held: Iterable[tuple[str, Table]]) -> tuple[str, ...]:
+    return tuple(f"{path} (table {table.name!r})" for path, table in held)
+
+
+def tables_held(state: object, taken: Iterable[Table], *, with_noted: bool = False) -> list[tuple[str, Table]]:
+    """Return the tables that modules and sparse optimizers of a state hold and that are not taken, with their paths.
+
+    with_noted: those to which state dicts belong, too.
+    """
     known = {id(table) for table in taken}
     found: dict[int, tuple[str, Table]] = {}
-    for way, table in _tables_in(state, known):
+    for way, table in _tables_in(state, known, with_noted=with_noted):
         found.setdefault(id(table), (_path(way), table))
     return list(found.values())
 
@@ -109,7 +104,7 @@ def shown(left_out: tuple[str, ...]) -> str:
     return ", ".join([*left_out[:SHOWN_MAX], *more])
 
 
-def _tables_in(state: object, known: set[int]) -> Iterator[tuple[_Way, Any]]:
+def _tables_in(state: object, known: set[int], *, with_noted: bool) -> Iterator[tuple[_Way, Any]]:
     """Yield the tables that something in a state holds, not those in the state itself, nor those known by their id."""
     waiting: deque[tuple[_Way, Any, _Holder]] = deque([(None, state, _Holder.STATE)])
     # The objects stay alive, so that their ids stay theirs.
@@ -126,6 +121,9 @@ def _tables_in(state: object, known: set[int]) -> Iterator[tuple[_Way, Any]]:
             if holder is not _Holder.STATE:
                 yield way, value
             continue
+        if with_noted and kind is _Kind.DICT and holder is _Holder.STATE:
+            noted = noted_tables(value).items()
+            yield from (((at, way), table) for at, table in noted if table is not None and id(table) not in known)
         parts = (
             ((name, way), part, its_holder)
             for name, part, its_holder in _parts(value, kind, holder)

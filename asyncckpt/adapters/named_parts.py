@@ -78,7 +78,12 @@ def filled(own: Any, value: Any, known: dict[int, Any]) -> Any:
 
 def named_parts(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, Any]]:
     """Return (tables, everything else), both by name; see above. UsageError for what would not be saved as it is."""
-    tables: dict[str, Table] = {name: value for name, value in state.items() if isinstance(value, Table)}
+    tables: dict[str, Table] = {
+        # A mapping may have an attribute of any name, or raise for it.
+        name: value
+        for name, value in state.items()
+        if not isinstance(value, Mapping) and isinstance(value, Table)
+    }
     rest = {name: value for name, value in state.items() if name not in tables}
     for name, value in rest.items():
         if isinstance(value, _PLAIN):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 
 from asyncckpt.errors import CheckpointError, ConflictError
-from asyncckpt.format.manifest import BlockFacts
+from asyncckpt.format.manifest import BlockFacts, Manifest
 from asyncckpt.format.read_head import open_manifest, rank_fields
 from asyncckpt.format.read_manifest import check_whole, decode_part
 from asyncckpt.format.tree import Path, path_name, tensor_paths
 from asyncckpt.model.table import Role
+from asyncckpt.plan.contents import paths_by_part, stored_dense
 
 _RANKS_SHOWN_MAX = 8
 _HINT = (
@@ -39,9 +40,22 @@ def disagreement(raw: bytes, name: str) -> ConflictError | None:
     except (CheckpointError, IndexError):
         return None
     for found, blocks in held.items():
-        if len({rank for rank, _ in blocks}) > 1 and (error := _of_tensor(found, blocks, sealed.head.step)) is not None:
+        if (error := _of_tensor(found, blocks, sealed.head.step)) is not None:
             return error
     return None
+
+
+def check_written(manifest: Manifest) -> None:
+    """Raise ConflictError for a tensor that ranks have, and none has written: each holds nothing of it, or says that
+    another one writes it."""
+    written = {item.path for item in stored_dense(manifest)[0].values()}
+    for paths in paths_by_part(manifest.parts):
+        for path in paths:
+            if path not in written:
+                raise ConflictError(
+                    f"no rank has written tensor {path_name(path)!r} of step {manifest.step}",
+                    hint="one of the ranks that save must hold each part of it, and of a Sharded be its writer",
+                )
 
 
 def _of_tensor(found: Path | str, blocks: list[tuple[int, BlockFacts]], step: int) -> ConflictError | None:

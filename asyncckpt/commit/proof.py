@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncckpt.commit.disagreement import disagreement
+from asyncckpt.commit.disagreement import check_written, disagreement
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.format.read_head import decode_head
@@ -34,7 +34,7 @@ class Draft:
     """What a manifest is made of. body and digests are those of rank 0, others the parts of ranks 1, 2, ...
 
     structures: of every rank a digest of what its part says beside digests and sizes; None where that is not known.
-    Empty: of none.
+    Empty: of none. holds_all: no filter has left anything out, so each tensor that a rank has must be there.
     """
 
     head: ManifestHead
@@ -42,6 +42,7 @@ class Draft:
     digests: NDArray[np.uint8]
     others: Sequence[PartText] = ()
     structures: Sequence[str | None] = ()
+    holds_all: bool = False
 
 
 def body_structure(body: BodyTemplate) -> str:
@@ -59,12 +60,14 @@ def encode_proven(draft: Draft) -> bytearray:
         decode_head(bytes(encode_manifest(replace(head, ranks_count=1), _NO_BODY, _NO_DIGESTS)), head.file_name)
     else:
         try:
-            decode_manifest(bytes(raw), head.file_name)
+            manifest = decode_manifest(bytes(raw), head.file_name)
         except CorruptError as error:
             conflict = disagreement(bytes(raw), head.file_name) if head.ranks_count > 1 else None
             if conflict is not None:
                 raise conflict from error
             raise
+        if draft.holds_all:
+            check_written(manifest)
     if is_known:
         _proven.pop(known, None)
         _proven[known] = None

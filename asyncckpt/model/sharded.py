@@ -45,6 +45,13 @@ class Sharded:
         """Where every piece begins in the whole."""
         return [piece.begin for piece in self.pieces]
 
+    def is_written_here(self, ranks_count: int) -> bool:
+        """Return whether this rank writes its pieces in a save of so many ranks, unless they agree upon another one.
+
+        Of a whole that is spread over more ranks than these, the writer of a replica may be one that is not there.
+        """
+        return self.is_writer or (self.spread_over is not None and self.spread_over > ranks_count)
+
     def __post_init__(self) -> None:
         check_type("whole_shape of a Sharded", self.whole_shape, tuple)
         check_type("dtype of a Sharded", self.dtype, torch.dtype)

@@ -203,7 +203,8 @@ class PlanCache:
             memory = LeafMemory(flat, self._device_of, read_places(flat.held)["address"])
             sharing = sharing_of(flat, memory, names)
         left_out = by_peers.union(item.leaf for item in sharing.tied)
-        parts = [(part, box, tensor) for box, tensor in _dense_specs(flat, names, left_out) for part in split_rows(box)]
+        boxes = _dense_specs(flat, names, left_out, self._ranks_count)
+        parts = [(part, box, tensor) for box, tensor in boxes for part in split_rows(box)]
         specs += [part for part, _, _ in parts]
         image = plan_image(
             specs, parallel=self._parallel, rank=self._rank, first_file=len(to_export), needs_file=not in_regions
@@ -247,7 +248,9 @@ def _cache_facts(item: CutTable) -> object:
     return len(item.cut.cache_map), [None if cached is None else (cached.shape, cached.dtype) for cached in columns]
 
 
-def _dense_specs(flat: FlatState, names: Sequence[str], left_out: Collection[int]) -> Iterator[tuple[BlockSpec, int]]:
+def _dense_specs(
+    flat: FlatState, names: Sequence[str], left_out: Collection[int], ranks_count: int
+) -> Iterator[tuple[BlockSpec, int]]:
     """Return what this rank writes of every leaf but some, and in which tensor of FlatState.held that is."""
     more = len(flat.tensors)
     for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
@@ -257,11 +260,12 @@ def _dense_specs(flat: FlatState, names: Sequence[str], left_out: Collection[int
                 shape = tuple(tensor.shape)
                 yield box_spec(name, tensor.dtype, begin=(), shape=shape, whole_shape=shape, leaf=leaf), leaf
             continue
+        is_written = leaf not in left_out and sharded.is_written_here(ranks_count)
         for number, piece in enumerate(sharded.pieces):
             held = leaf if number == 0 else more + number - 1
             part = flat.held[held]
             check_leaf(part, name)
-            if sharded.is_writer and leaf not in left_out and (part.numel() or not math.prod(sharded.whole_shape)):
+            if is_written and (part.numel() or not math.prod(sharded.whole_shape)):
                 spec = box_spec(
                     name,
                     sharded.dtype,
@@ -283,7 +287,7 @@ def check_all_here(flat: FlatState) -> None:
         name = path_name(paths[leaf])
         spans = [(piece.begin, tuple(piece.tensor.shape)) for piece in sharded.pieces]
         boxes = [tuple((at, at + size) for at, size in zip(*span, strict=True)) for span in spans]
-        if not sharded.is_writer or not covers(boxes, sharded.whole_shape, name=name):
+        if not sharded.is_written_here(1) or not covers(boxes, sharded.whole_shape, name=name):
             raise UsageError(
                 f"tensor {name!r} is not here in full, or twice in part, and this rank saves alone",
                 found=spans[:8],

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.module_facts import NOTED_TABLES as KEY
+from asyncckpt.format.module_facts import metadata_in
 
 GIVE_MODULE = "give the module instead of its state_dict()"
 _notes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -34,8 +35,9 @@ def noted_tables(state: Any) -> dict[str, Any]:
     None as the table: it is of another process, or gone.
     """
     found: dict[str, Any] = {}
-    for path, noted in (getattr(state, "_metadata", None) or {}).items():
-        for name, note in (noted.get(KEY) or {}).items() if isinstance(noted, Mapping) else ():
+    for path, noted in (metadata_in(state) or {}).items():
+        tables = noted.get(KEY) if isinstance(noted, Mapping) else None
+        for name, note in tables.items() if isinstance(tables, Mapping) else ():
             table = _tables.get(note)
             if table is None or not any(table is other for other in found.values()):
                 found[".".join(filter(None, (path, name))) or getattr(table, "name", KEY)] = table
@@ -44,7 +46,7 @@ def noted_tables(state: Any) -> dict[str, Any]:
 
 def check_not_copied(state: Mapping[str, Any]) -> None:
     """Raise UsageError for a mapping that may be the copy of a state dict which belongs to tables: it has lost them."""
-    if _notes and not hasattr(state, "_metadata"):
+    if _notes and metadata_in(state) is None:
         raise UsageError(
             "state has no tables, and does not say that its modules have none, as a copy of a state_dict()",
             found=sorted({table.name for table in list(_notes)})[:8],

@@ -63,8 +63,15 @@ def test_what_asks_for_dense_state_gets_it(tmp_path: Path) -> None:
     model = Model()
     with asyncckpt.Saver(path=tmp_path, tensors={"model": dense_state_of(model)}) as saver:
         saver.save(1)
-    with pytest.raises(asyncckpt.UsageError, match=r"left out.*state\.users \(table 'user'\)"):
-        asyncckpt.Saver(path=tmp_path, tensors={"state": model.state_dict()})
+    state = model.state_dict()
+    within: dict[str, Any] = {
+        "state": state,
+        "app.state": {"app": {"state": state}},
+        "all.1.state": {"all": [1, {"state": state}]},
+    }
+    for at, tensors in within.items():
+        with pytest.raises(asyncckpt.UsageError, match=rf"left out.*{at}\.users \(table 'user'\)"):
+            asyncckpt.Saver(path=tmp_path, tensors={"state": tensors} if tensors is state else tensors)
 
 
 def test_the_tables_of_a_module_are_all_of_them() -> None:
@@ -311,7 +318,12 @@ def test_a_follower_needs_the_tables_too(tmp_path: Path) -> None:
 def test_a_collection_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[object] = []
     tables_in = left_out._tables_in
-    monkeypatch.setattr(left_out, "_tables_in", lambda state, known: walks.append(state) or tables_in(state, known))
+
+    def noted(state: object, known: set[int], **options: bool) -> Any:
+        walks.append(state)
+        return tables_in(state, known, **options)
+
+    monkeypatch.setattr(left_out, "_tables_in", noted)
     config = embcache.EmbCacheTableConfig("item", 2, ["f"], cache_rows=4)
     one, two = (torch.nn.ModuleList([embcache.EmbCacheEmbeddingBagCollection([config])]) for _ in "ab")
     with embcache.Saver(rank=0, world_size=1) as saver:

@@ -107,6 +107,27 @@ def test_a_step_that_was_saved_anew_is_not_hidden_by_the_compaction_of_what_was_
     assert torch.equal(asyncckpt.load(url)["other"], torch.ones(3))
 
 
+def test_a_step_that_is_removed_and_saved_anew_while_its_files_are_opened_is_not_called_damaged(
+    owner: seaweed.Server, proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_chain(url)
+
+    def save_anew(request: Request) -> None:
+        if request.method in ("GET", "HEAD") and f"/data/{CHAIN_LAST:012}-" in request.path:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", owner.endpoint)
+            store = ObjectStore(StoreUrl.of(url))
+            store.remove(f"manifests/{CHAIN_LAST:012}.json")
+            for found in store.below("data"):
+                if found.key.startswith(f"data/{CHAIN_LAST:012}-"):
+                    store.remove(found.key)
+            asyncckpt.save(url, {"other": torch.ones(3)}, step=CHAIN_LAST)
+
+    proxy.fault = save_anew
+    with pytest.raises(asyncckpt.NotFoundError, match="was removed, or saved anew, while it was compacted"):
+        asyncckpt.compact(url)
+    assert torch.equal(asyncckpt.load(url)["other"], torch.ones(3))
+
+
 def test_a_compaction_that_cannot_take_itself_back_hides_nothing(
     owner: seaweed.Server, proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -94,3 +94,37 @@ def test_one_whose_tensors_are_made_at_each_look_is_saved_and_refused_as_a_targe
     assert asyncckpt.load(tmp_path / "d")["replay"]["a"].tolist() == [1.0, 1.0]
     with pytest.raises(asyncckpt.UsageError, match=r"Stacked gives another tensor 'replay\.a' at each look"):
         asyncckpt.Loader(tmp_path / "d", tensors={"replay": Stacked(2, a=torch.zeros(2))}).load()
+
+
+class ByKeys(dict[str, Any]):
+    """As people write it, for `config.width`: for a name that is no key it raises a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+class AnyName(dict[str, Any]):
+    """As addict's: it has an attribute of any name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name, AnyName())
+
+
+class OwnMetadata(dict[str, Any]):
+    """What it calls so is not what torch does."""
+
+    _metadata: ClassVar[Any] = ["by the user"]
+
+
+@pytest.mark.parametrize("kind", [ByKeys, AnyName, OwnMetadata])
+def test_a_dict_with_attributes_of_its_own_is_a_dict(tmp_path: Path, kind: type[dict[str, Any]]) -> None:
+    made = kind(w=torch.ones(2), deep=kind(lr=0.5))
+    with asyncckpt.Saver(path=tmp_path / "whole", tensors=made) as saver:
+        saver.save(0)
+    with asyncckpt.Checkpointer(tmp_path / "part", every=1, config=made) as ckpt:
+        ckpt.step(0)
+    target = kind(w=torch.zeros(2), deep=kind(lr=0.0))
+    with asyncckpt.Checkpointer(tmp_path / "part", every=1, config=target) as ckpt:
+        assert ckpt.restore() == 1
+    for found in (asyncckpt.load(tmp_path / "whole"), target):
+        assert torch.equal(found["w"], torch.ones(2))
+        assert found["deep"] == {"lr": 0.5}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import asyncckpt
 from asyncckpt.errors import CheckpointError, FilterError
-from tests.ranks.job_ranks import PEER_DEADLINE_S, WAIT_S_MAX
+from tests.ranks.job_ranks import PEER_DEADLINE_S, WAIT_S_MAX, group_of
 
 Blocks = Sequence[asyncckpt.filters.WriteBlock]
 SHAPE = (6, 8)
@@ -88,3 +92,53 @@ def only_replicated_tables(rank: int, folder: Path) -> None:
         assert saver.save_async(1).result(WAIT_S_MAX).step == 1
         assert saver.save_async(2).result(WAIT_S_MAX).step == 2
         assert saver.save(3).step == 3
+
+
+def one_group_of_a_mesh(rank: int, folder: Path) -> None:
+    """Each row of a mesh holds everything, and saves by itself, as does each rank that holds everything alone."""
+    group_of(rank, 4, folder)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
+    group, first = mesh["part"].get_group(), 3 * (rank % 2)
+    layouts = {
+        "all": (whole(), [Replicate(), Replicate()]),
+        "rows": (whole()[first : first + 3].clone(), [Replicate(), Shard(0)]),
+    }
+    for layout, (local, placements) in layouts.items():
+        tensors = {f"w{n}": DTensor.from_local(local + n, mesh, placements, run_check=False) for n in range(6)}
+        ranks = asyncckpt.RankOptions(process_group=group, peer_deadline=PEER_DEADLINE_S)
+        with asyncckpt.Saver(path=folder / f"{layout}-{rank // 2}", tensors=tensors, ranks=ranks) as saver:
+            for step in range(3):  # Who writes what is agreed upon in the first.
+                saver.save_async(step).result(WAIT_S_MAX)
+        alone = asyncckpt.RankOptions(alone=True)
+        if layout == "all":
+            with asyncckpt.Saver(path=folder / f"alone-{rank}", tensors=tensors, ranks=alone) as saver:
+                saver.save(2)
+        else:
+            with (
+                asyncckpt.Saver(path=folder / f"part-{rank}", tensors=tensors, ranks=alone) as saver,
+                pytest.raises(asyncckpt.UsageError, match="'w0' is not here in full"),
+            ):
+                saver.save(2)
+    dist.barrier()
+
+
+def written_by_nobody(leaf: Callable[[int], Any], rank: int, folder: Path) -> None:
+    """A tensor of which each rank says that another one has it is not left out without a word."""
+    ranks = asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S)
+    tensors = {"w": leaf(rank), "other": torch.ones(3)}
+    with asyncckpt.Saver(rank, 2, path=folder / "checkpoints", tensors=tensors, ranks=ranks) as saver:
+        error = saver.save_async(1).exception(WAIT_S_MAX)
+        assert isinstance(error, (asyncckpt.ConflictError, asyncckpt.PeerError)), error
+        assert "tensor 'w' of step 1" in str(error)
+
+
+def says_that_another_rank_writes(rank: int) -> Any:
+    return asyncckpt.sharded(whole()[3 * rank : 3 * rank + 3].clone(), (3 * rank, 0), SHAPE, is_writer=False)
+
+
+def holds_nothing(_: int) -> Any:
+    return asyncckpt.Sharded(whole_shape=SHAPE, dtype=torch.float32, pieces=())
+
+
+def one_rank_holds_a_part(rank: int) -> Any:
+    return asyncckpt.sharded(whole()[:4].clone(), (0, 0), SHAPE) if rank == 0 else holds_nothing(rank)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
@@ -110,6 +111,34 @@ def no_door_waits(rank: int, folder: Path) -> None:
             for name in ("alone", "imported"):
                 assert asyncckpt.Loader(folder / name, tensors={"w": torch.zeros(3)}).load().step == 0
                 assert list(asyncckpt.load(folder / name)) == ["w"]
+    dist.barrier()
+
+
+class Raises:
+    """A state whose first questions are answered by errors of others than this library."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.left = list(errors)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.left:
+            raise self.left.pop(0)
+        return {"w": torch.ones(3)}
+
+
+def alone_after_errors(rank: int, folder: Path) -> None:
+    """A rank that saves alone, and whose Saver could not be made, makes another one: nobody else has the directory."""
+    group_of(rank, 2, folder)
+    meeting.MEETING_S = SHORT_S
+    if rank == 0:
+        state = Raises(RuntimeError("of the user"), KeyboardInterrupt())
+        for error in (RuntimeError, KeyboardInterrupt, UserWarning):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error" if error is UserWarning else "ignore")
+                with pytest.raises(error):
+                    asyncckpt.Saver(path=folder / "saved", tensors={"state": state})
+        with asyncckpt.Saver(path=folder / "saved", tensors={"state": state}) as saver:
+            assert saver.save(1).step == 1
     dist.barrier()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import asyncckpt
+from tests.ranks import left_out_ranks
 from tests.ranks.left_out_ranks import SHAPE, filtered, one_piece_less, only_replicated_tables, whole
 from tests.ranks.test_jobs import run
 
@@ -46,3 +47,33 @@ def test_a_rank_that_has_nothing_to_write(tmp_path: Path) -> None:
         modules = torch.nn.ModuleDict({"e": torch.nn.Embedding(10, 4)})
         asyncckpt.Loader(tmp_path / "checkpoints", hashtables=modules, step=step).load()
         assert torch.equal(modules["e"].weight, expected)
+
+
+def test_one_group_of_a_mesh_saves_all_that_it_holds(tmp_path: Path) -> None:
+    """Whoever is the writer among all ranks of the mesh may not be there."""
+    assert run(left_out_ranks.one_group_of_a_mesh, 4, tmp_path) == [0] * 4
+    places = [f"{layout}-{number}" for layout in ("all", "rows") for number in range(2)]
+    for place in (*places, *(f"alone-{rank}" for rank in range(4))):
+        found = asyncckpt.load(tmp_path / place, step=2)
+        assert found.keys() == {f"w{n}" for n in range(6)}
+        assert all(torch.equal(found[f"w{n}"], whole() + n) for n in range(6))
+
+
+@pytest.mark.parametrize("leaf", ["says_that_another_rank_writes", "holds_nothing", "one_rank_holds_a_part"])
+def test_a_tensor_that_no_rank_has_written_is_not_left_out_without_a_word(tmp_path: Path, leaf: str) -> None:
+    job = partial(left_out_ranks.written_by_nobody, getattr(left_out_ranks, leaf))
+    assert run(job, 2, tmp_path) == [0, 0]
+    assert asyncckpt.list_steps(tmp_path / "checkpoints") == []
+
+
+def test_a_tensor_that_no_rank_in_turn_has_written_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    in_turn = asyncckpt.RankOptions(in_turn=True)
+    tensors = [{"w": left_out_ranks.holds_nothing(rank), "other": torch.ones(3)} for rank in range(2)]
+    with (
+        asyncckpt.Saver(0, 2, path=tmp_path / "checkpoints", tensors=tensors[0], ranks=in_turn) as first,
+        asyncckpt.Saver(1, 2, path=tmp_path / "checkpoints", tensors=tensors[1], ranks=in_turn) as second,
+    ):
+        first.save(1)
+        with pytest.raises(asyncckpt.ConflictError, match="no rank has written tensor 'w' of step 1"):
+            second.save(1)
+    assert asyncckpt.list_steps(tmp_path / "checkpoints") == []

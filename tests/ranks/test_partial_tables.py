@@ -23,6 +23,10 @@ def test_doors_that_know_who_saves_do_not_wait_to_see_who_comes(tmp_path: Path) 
     assert run(partial_tables.no_door_waits, 2, tmp_path) == [0, 0]
 
 
+def test_a_rank_that_saves_alone_may_try_again_after_an_error(tmp_path: Path) -> None:
+    assert run(partial_tables.alone_after_errors, 2, tmp_path) == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_count", [1, 2, 4])
 @pytest.mark.parametrize("door", partial_tables.DOORS)

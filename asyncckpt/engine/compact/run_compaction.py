@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import is_committed, newest_step
+from asyncckpt.commit.discover import is_committed, newest_step, read_manifest
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.removal import being_removed
+from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Commits, Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
 from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
@@ -31,9 +32,9 @@ from asyncckpt.engine.compact.patient_reader import PatientReader
 from asyncckpt.engine.process.background import background, rewriters, senders
 from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
 from asyncckpt.engine.save.save_job import SaveTarget
-from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
+from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError, SaveCancelledError
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.manifest import Chain
+from asyncckpt.format.manifest import Chain, Manifest
 from asyncckpt.format.write_manifest import BodyTemplate, encode_part, render_body
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
@@ -81,9 +82,10 @@ def run_compaction(
                         raise SaveCancelledError(f"compaction of step {step} was cancelled")
                     published = background.run(lambda: transaction.commit(draft), "a compaction")
         except CorruptError as error:
-            if is_committed(root, step):
+            if _is_there(root, chain.newest):
                 raise
-            raise NotFoundError(f"step {step} of {str(root.path)!r} was removed while it was compacted") from error
+            what = f"step {step} of {str(root.path)!r} was removed, or saved anew, while it was compacted"
+            raise NotFoundError(what) from error
         except (OSError, MemoryError) as error:
             raise as_checkpoint_error(error, step) from error
     return SaveResult(
@@ -94,6 +96,16 @@ def run_compaction(
         bytes_logical=sum(part.bytes for part in folded),
         bytes_written=published.manifest_bytes + sum(file.bytes for file in draft.head.files),
     )
+
+
+def _is_there(root: WriteRoot, newest: Manifest) -> bool:
+    """Return whether what is compacted still is the checkpoint of its step."""
+    try:
+        return read_manifest(root, newest.step).digest == newest.digest
+    except NotFoundError:
+        return False
+    except CheckpointError:
+        return True
 
 
 def _skipped(commits: Commits, step: int, begun: float) -> SaveResult:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -36,16 +36,17 @@ REPLICA_HINT = "a table of which every rank has rows of its own is a shard: shar
 class TableSlice:
     """The ids of a table that a rank holds: those in [first, end) after division by `modulus`, unsigned.
 
-    modulus 0: the ids in [first, end) themselves. end 0: nothing is known of them.
+    modulus 0: the ids in [first, end) themselves, of a table with [0, whole). All of it 0: nothing is known of them.
     """
 
     modulus: int
     first: int
     end: int
+    whole: int = field(default=0, compare=False)
 
     @property
     def is_known(self) -> bool:
-        return self.end > 0
+        return self.end > 0 or self.whole > 0
 
     def __str__(self) -> str:
         if not self.is_known:
@@ -56,7 +57,7 @@ class TableSlice:
         return described((self.first, self.modulus) if is_one else (self.first, self.end, self.modulus))
 
     def encoded(self) -> Json:
-        return [self.modulus, self.first, self.end]
+        return [self.modulus, self.first, self.end, self.whole]
 
 
 def is_replicated(table: Table) -> bool:
@@ -79,8 +80,7 @@ def is_whole(table: Table) -> bool:
 def slice_of(table: Table) -> TableSlice:
     """Return what this rank holds of a table that is not whole."""
     if isinstance(table, HoldsRange):
-        first, end, _ = table.id_range()
-        return TableSlice(0, first, end)
+        return TableSlice(0, *table.id_range())
     if table.shard == (0, 1) and isinstance(table, OwnsIds):
         return TableSlice(0, 0, 0)
     begin, end, size = buckets_of(table.shard)
@@ -174,12 +174,21 @@ def check_slices(
                 hint="give every rank a shard of its own, or save from ranks that hold each slice once",
             )
         shards = {(own.first, own.end, own.modulus): rank for own, rank in held if own.modulus}
-        if are_all and shards and not make_up(shards):
+        if are_all and (not make_up(shards) if shards else _lack_rows([own for own, _ in held])):
             raise ConflictError(
                 f"table {name!r}: some ids are on no rank, so a part of it would be saved as the whole",
                 found={f"rank {rank}": str(own) for own, rank in held[:8]},
-                hint="every id belongs to one rank: shard=(rank, ranks_count), or slices that make up all buckets",
+                hint="every id belongs to one rank: shard=(rank, ranks_count), or slices that make up all buckets"
+                if shards
+                else "save from all ranks that have rows of it",
             )
+
+
+def _lack_rows(held: list[TableSlice]) -> bool:
+    """Return whether ranges of rows, which do not overlap, leave some out."""
+    own_rows = [own for own in held if own.first < own.end]
+    ends = {0, *(own.end for own in own_rows)}
+    return max(ends) < max(own.whole for own in held) or any(own.first not in ends for own in own_rows)
 
 
 def _overlap(held: list[tuple[TableSlice, int]]) -> tuple[tuple[TableSlice, int], tuple[TableSlice, int]] | None:
@@ -248,7 +257,7 @@ def decode_slices(value: Json, *, owner: str) -> dict[str, TableSlice]:
     slices = {}
     for name, item in value.items():
         numbers = [number for number in item if type(number) is int and number >= 0] if type(item) is list else []
-        if type(item) is not list or not len(item) == len(numbers) == 3:
+        if type(item) is not list or not len(item) == len(numbers) == 4:
             raise CorruptError(f"{owner} sent a slice of table {name!r} that is none")
         slices[name] = TableSlice(*numbers)
     return slices

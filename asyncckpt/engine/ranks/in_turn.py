@@ -195,7 +195,14 @@ class StepInTurn:
         )
         texts = [encode_part(it.written.files, it.values, it.written.body, it.written.digests) for it in others]
         structures = tuple(part.written.structure for part in parts)
-        return Draft(head, first.written.body, first.written.digests, others=texts, structures=structures)
+        return Draft(
+            head,
+            first.written.body,
+            first.written.digests,
+            others=texts,
+            structures=structures,
+            holds_all=all(target.holds_all for target in self.targets),
+        )
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ class Meeting:
             while (came := self._ask(self._come)) > self.ranks_count:
                 if self._ask(self._is_held):
                     raise ConflictError(
-                        f"this rank has come too late to save into {str(path)!r}: another rank of torch.distributed "
-                        f"has waited {MEETING_S:g} s for all of them, and saves alone",
+                        f"this rank has come too late to save into {str(path)!r}: a rank of torch.distributed has "
+                        f"waited {MEETING_S:g} s for all of them, and saves alone",
                         found=f"rank {self.rank} of {self.ranks_count}",
                         hint=SPELLINGS,
                     )
@@ -173,15 +173,15 @@ def meet(path: Place, *, closes: bool = True, what: str = "Saver") -> Meeting | 
     meeting = Meeting(place, rank=found[0], ranks_count=found[1])
     try:
         meeting.wait(path, closes=closes)
+        if not meeting.is_complete:
+            does = f"saves alone. {SPELLINGS}, without this wait" if closes else f"waits for them. {MADE_ALONE}"
+            warn(  # Within, for it may be an error.
+                f"asyncckpt: not all ranks of torch.distributed have made a {what} of {str(path)!r} within "
+                f"{MEETING_S:g} s: rank {found[0]} of {found[1]} {does}"
+            )
     except BaseException:
         meeting.end()
         raise
     if meeting.is_complete or not closes:
         meeting.end()
-    if not meeting.is_complete:
-        does = f"saves alone. {SPELLINGS}, without this wait" if closes else f"waits for them. {MADE_ALONE}"
-        warn(
-            f"asyncckpt: not all ranks of torch.distributed have made a {what} of {str(path)!r} within {MEETING_S:g} "
-            f"s: rank {found[0]} of {found[1]} {does}"
-        )
     return meeting

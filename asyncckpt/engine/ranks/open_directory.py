@@ -147,7 +147,8 @@ def announce_refused(error: BaseException, own: OwnShard, options: RankOptions) 
     if own.met is not None:
         own.met.end()
     if (
-        options.in_turn
+        not isinstance(error, Exception)  # Whoever has interrupted this rank does not want to wait.
+        or options.in_turn
         or own.count == 1
         or isinstance(process_group, Ranks)
         or _meets_over_files(process_group, own.index, own.count)

@@ -175,12 +175,12 @@ class RankSave:
             raise
         await job.let_writes_end()
         job.enter(FutureState.COMMITTING)
+        own_notes: dict[str, Json] = {"structure": written.structure, "holds_all": job.target.holds_all}
         if self.ranks.is_coordinator:
-            return {"structure": written.structure}
+            return own_notes
         part = encode_part(written.files, job.values, written.body, written.digests)
         await self._put(f"part/{self.ranks.rank}", part.text)
-        return {
-            "structure": written.structure,
+        return own_notes | {
             "digest": xxhash.xxh3_128_hexdigest(part.text),
             "features": sorted(part.features),
             "files": [[item.path, item.header_bytes, item.header_digest.hex(), item.bytes] for item in written.files],
@@ -228,6 +228,7 @@ class RankSave:
             digests=own.digests,
             others=[await self._part(rank, sent[rank]) for rank in range(1, count)],
             structures=tuple(sent[rank].optional_text("structure") for rank in range(count)),
+            holds_all=all(notes.flag("holds_all", default=False) for notes in sent.values()),
         )
         published = await transaction.commit(draft, job.recorder)
         self.manifest_bytes = published.manifest_bytes

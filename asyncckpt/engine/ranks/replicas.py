@@ -158,7 +158,8 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> 
     for leaf, (path, tensor) in enumerate(zip(paths, flat.tensors, strict=True)):
         spread = flat.sharded.get(leaf)
         if spread is not None:
-            if spread.is_writer and spread.pieces and spread.spread_over not in (None, ranks_count):
+            may_be_elsewhere = spread.spread_over not in (None, ranks_count)
+            if may_be_elsewhere and spread.pieces and spread.is_written_here(ranks_count):
                 items.append(_boxes(json.dumps(path), spread, leaf))
         else:
             form = f"{tensor.dtype} {list(tensor.shape)}"

@@ -35,7 +35,7 @@ from asyncckpt.model.event import Recorder, unix_time
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, U8
 from asyncckpt.options import SaveOptions
-from asyncckpt.pipeline.filters import FilterFunction
+from asyncckpt.pipeline.filters import FilterFunction, identity
 from asyncckpt.pipeline.fingerprints import RowFingerprints
 from asyncckpt.pipeline.row_filters import RowFilter
 from asyncckpt.plan.kept_walk import KeptWalk
@@ -87,6 +87,11 @@ class SaveTarget:
     memory: SaverMemory
     uploads: Uploads
     events: EventLine | None = None
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether nobody's function leaves tensors out."""
+        return self.filter_func is identity
 
     def begin_anew(self) -> None:
         """Take the state for whole, whatever a load has left in it."""

@@ -63,6 +63,7 @@ def test_what_tables_say() -> None:
     assert str(slice_of(HashTable("t", 4, shard=(5, 9, 16)))) == "buckets 5 to 9 of 16"
     assert not is_whole(HashTable("t", 4, shard=(0, 16, 16))), "it is said, so it is no replica"
     assert slice_of(fixed(first_id=10)) == TableSlice(0, 10, 20)
+    assert slice_of(fixed(first_id=10, ids_end=40)).encoded() == [0, 10, 20, 40]
     assert str(slice_of(RuledTable("t", 4))) == "ids by a rule of its own"
     assert slice_of(RuledTable("t", 4, shard=(1, 2))) == shard(1, 2), "what it says is believed before its rule"
 
@@ -141,12 +142,30 @@ def test_the_same_part_of_a_table_twice(parts: list[TableSlice], ranks: str) -> 
 def test_parts_that_are_apart() -> None:
     for parts in (
         [TableSlice(0, 0, 5), TableSlice(0, 5, 9), TableSlice(0, 5, 5)],
+        [TableSlice(0, 5, 9, 9), TableSlice(0, 0, 5, 9), TableSlice(0, 9, 9, 9), TableSlice(0, 0, 0, 9)],
         [shard(rank, 4) for rank in (3, 1, 2, 0)],
         [shard(0, 2), shard(1, 4), shard(3, 4)],
         [TableSlice(65_536, 0, 16_384), TableSlice(65_536, 16_384, 65_536)],
         [TableSlice(0, 0, 0)] * 3,  # Rules that nobody can compare.
     ):
         check_slices([{"t": part} for part in parts], [set()] * len(parts))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [TableSlice(0, 0, 5, 12), TableSlice(0, 5, 9, 12)],
+        [TableSlice(0, 5, 9, 9), TableSlice(0, 9, 9, 9)],
+        [TableSlice(0, 7, 9, 9), TableSlice(0, 0, 5, 9)],
+        [TableSlice(0, 7, 9), TableSlice(0, 0, 5)],
+        [TableSlice(0, 0, 0, 9), TableSlice(0, 0, 0, 9)],
+    ],
+)
+def test_rows_that_no_rank_holds(parts: list[TableSlice]) -> None:
+    by_rank = [decode_slices({"t": part.encoded()}, owner="") for part in parts]
+    with pytest.raises(ConflictError, match=r"'t': some ids are on no rank.*'rank 0': 'rows .*save from all ranks"):
+        check_slices(by_rank, [set()] * len(parts))
+    check_slices(by_rank, [set()] * len(parts), are_all=False)
 
 
 def test_a_replica_on_one_rank_and_a_part_on_another() -> None:
