@@ -37,8 +37,8 @@ _LIKE_PARAMETERS = frozenset(
 _MAY_DIFFER = frozenset(
     ("params", "param_names", "initial_lr", "foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
 ) | {"decoupled_weight_decay", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-# Of schedulers, one item for each of those that load_state_dict goes through.
-_FOR_EACH = ("lr_lambdas", "_schedulers")
+# Of schedulers, what load_state_dict asks for; the first two have one item for each of those that it goes through.
+_ASKED_FOR = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
 _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
 
 
@@ -209,9 +209,11 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str]) -> Iterator[s
     if other := _other_class(own, classes, public[0] - public[1], public[1] - public[0]):
         yield other
         return
-    for key in _FOR_EACH:
+    for key in _ASKED_FOR:
         mine, theirs = state.get(key), stored.get(key)
-        if isinstance(mine, list) and isinstance(theirs, list) and len(mine) != len(theirs):
+        if key in state and key not in stored:
+            yield f"has {key!r}, the checkpoint none: it may be of another scheduler"
+        elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) != len(theirs):
             yield f"has {len(mine)} of {key!r}, the checkpoint {len(theirs)}"
         elif key == "_schedulers" and isinstance(mine, list) and isinstance(theirs, list):
             for inner, state_of_inner in zip(own._schedulers, theirs, strict=True):
