@@ -72,7 +72,8 @@ class TableLoadPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is loaded. metadata: of modules. apart: targets that overlap, see overlapping_targets.py.
+    """All that is loaded. metadata: of modules and `state_dicts`. apart: targets that overlap, see
+    overlapping_targets.py.
 
     is_empty: nothing of what the targets ask for.
     """
@@ -84,6 +85,7 @@ class LoadPlan:
     unexpected: tuple[str, ...]
     info: Loads
     metadata: Mapping[Path, Any] = field(default_factory=dict)
+    state_dicts: tuple[Rebuilt, ...] = ()
     apart: tuple[Apart, ...] = ()
     is_empty: bool = False
 
@@ -152,7 +154,9 @@ def make_load_plan(
         else:
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     objects = match.objects(dense)
-    modules = ModuleSources(objects, answer, contents, targets)
+    modules = ModuleSources(
+        (*(item for item in objects if item.is_module), *targets.state_dicts), answer, contents, targets
+    )
     match.problems += modules.problems
     chosen, apart = _settled(dense, chain, match.problems)
     used = {source for sources in answer.values() for source in sources}
@@ -177,6 +181,7 @@ def make_load_plan(
         tables=tuple(planned),
         objects=objects,
         metadata=modules.metadata,
+        state_dicts=targets.state_dicts,
         missing=(*missing, *match.absent),
         unexpected=tuple(unexpected),
         info=answer,

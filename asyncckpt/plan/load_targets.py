@@ -27,13 +27,16 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import (
+    TENSOR,
     VALUE,
     Key,
     Node,
     Path,
     descend,
     empty_paths,
+    key_value,
     leaves,
     path_name,
     tensor_names,
@@ -119,7 +122,8 @@ class DenseTargets:
     without anything in them.
 
     scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can
-    write to; the caller gets them back as values. leaf_paths: of all tensors in the state, in its order.
+    write to; the caller gets them back as values. leaf_paths: of all tensors in the state, in its order. state_dicts:
+    those of torch that say something of modules, outside of objects.
     """
 
     in_place: tuple[InPlace, ...]
@@ -128,6 +132,7 @@ class DenseTargets:
     empty: tuple[Path, ...] = ()
     scalars: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     leaf_paths: tuple[Path, ...] = ()
+    state_dicts: tuple[Rebuilt, ...] = ()
 
     @cached_property
     def _owners(self) -> dict[Path, Rebuilt]:
@@ -197,7 +202,24 @@ def dense_targets(
             in_place.append(writable(names[number], path, leaf))
     empty = tuple(path for path in empty_paths(flat.tree) if path and owner_of(path, owners) is None)
     paths = tuple(tensor_paths(flat.tree))
-    return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths)
+    state_dicts = tuple(_state_dicts(state, flat.tree, ()))
+    return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths, state_dicts)
+
+
+def _state_dicts(own: Any, node: Node, path: Path) -> Iterator[Rebuilt]:
+    """Return the state dicts of torch in a state, with their tensors. node: of it."""
+    if len(node) == 4:
+        tensors = {
+            (*path, key): own[key_value(key)] for key, child in zip(node[1], node[2], strict=True) if child == TENSOR
+        }
+        yield Rebuilt(path=path, owner=own, tree=node, tensors=tensors)
+    elif node[0] in ("list", "tuple"):
+        for index, child in enumerate(node[1]):
+            yield from _state_dicts(own[index], child, (*path, ("int", index)))
+    elif node[0] in MAPPINGS:
+        for key, child in zip(node[1], node[2], strict=True):
+            if len(child) > 1:
+                yield from _state_dicts(own[key_value(key)], child, (*path, key))
 
 
 def _check_lasting(flat: FlatState) -> None:

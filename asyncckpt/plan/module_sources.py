@@ -1,4 +1,5 @@
-"""What a module is told of the version of its tensors: that of the modules which a load takes them from.
+"""What a module, or its state dict, is told of the version of its tensors: that of the modules which a load takes them
+from.
 
 Without a filter that is what was stored of the module itself.
 """
@@ -17,7 +18,9 @@ from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, is_extra_state
 
 
 class ModuleSources:
-    """The `_metadata` of modules by their paths, and `problems`: modules with tensors of several versions."""
+    """The `_metadata` of modules, or their state dicts, by their paths, and `problems`: those with tensors of several
+    versions.
+    """
 
     def __init__(self, modules: Iterable[Rebuilt], answer: Loads, contents: Contents, targets: DenseTargets) -> None:
         self.problems: list[str] = []
@@ -29,7 +32,7 @@ class ModuleSources:
             for source in answer.get(leaf.name, ())
             if source in contents.dense
         }
-        self.metadata = {item.path: self._of(item) for item in modules if item.is_module}
+        self.metadata = {item.path: self._of(item) for item in modules}
 
     def _of(self, item: Rebuilt) -> Any:
         stored, own = descend(self._contents.tree, item.path), module_metadata(item.tree)
