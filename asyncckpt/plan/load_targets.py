@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,6 +48,7 @@ from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.shared_leaves import overlaps_itself
 from asyncckpt.plan.state import FlatState, flatten
+from asyncckpt.plan.wrapped_names import outer_prefix
 
 T = TypeVar("T")
 
@@ -101,7 +102,8 @@ class Rebuilt:
     """An object at `path` that gets a new state dict; a module gets its own, overwritten in place.
 
     tensors, values: what stands at the leaves of its state dict now, by their paths in `tree`, the whole state's.
-    wrapped: see wrapped_names.py.
+    wrapped, prefix: what the module's own state dict, and that of the wrapper around it, call each name
+    (wrapped_names.py).
     """
 
     path: Path
@@ -110,6 +112,7 @@ class Rebuilt:
     tensors: dict[Path, Any] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
     wrapped: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
 
     @property
     def is_module(self) -> bool:
@@ -173,7 +176,7 @@ def dense_targets(
     """
     flat = flatten(state)
     _check_lasting(flat)
-    owners = _rebuilt(flat)
+    owners = _rebuilt(flat, state)
     owners |= {path: Rebuilt(path=path, owner=part, tree=descend(flat.tree, path) or VALUE) for path, part in parts}
     in_place: list[InPlace] = []
     outside: list[Path] = []
@@ -242,7 +245,7 @@ def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:
     return next((owners[path[:end]] for end in range(len(path) + 1) if path[:end] in owners), None)
 
 
-def _rebuilt(flat: FlatState) -> dict[Path, Rebuilt]:
+def _rebuilt(flat: FlatState, state: Mapping[str, Any]) -> dict[Path, Rebuilt]:
     """Return the objects with a state dict by their paths, but for those inside of others, which load them."""
     found: dict[Path, Rebuilt] = {}
     for path, owner in flat.stateful:
@@ -254,7 +257,8 @@ def _rebuilt(flat: FlatState) -> dict[Path, Rebuilt]:
             )
         tree = descend(flat.tree, path)
         assert tree is not None
-        found[path] = Rebuilt(path=path, owner=owner, tree=tree, wrapped=flat.wrapped.get(path, {}))
+        prefix = outer_prefix(reduce(lambda own, key: own[key_value(key)], path, state))
+        found[path] = Rebuilt(path=path, owner=owner, tree=tree, wrapped=flat.wrapped.get(path, {}), prefix=prefix)
     return found
 
 
