@@ -67,7 +67,7 @@ def _copied(owner: torch.nn.Module, state: Any) -> Any:
 def _changes_state(module: torch.nn.Module) -> bool:
     """Return whether code that is not torch's may change a state dict that a module gets."""
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    loading = (module.load_state_dict, module._load_from_state_dict, *hooks)
+    loading = (module.load_state_dict, module._load_from_state_dict, *(getattr(hook, "func", hook) for hook in hooks))
     return not all(str(getattr(by, "__module__", "")).startswith(("torch.", "asyncckpt.")) for by in loading)
 
 
