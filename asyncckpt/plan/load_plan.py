@@ -247,7 +247,9 @@ class _Match:
         """Return the objects whose tensors are all loaded. One with none of them loaded is left alone."""
         loaded = {load.source.path for load in dense if load.is_for_object}
         has_optimizers = any(isinstance(item.owner, torch.optim.Optimizer) for item in self._targets.rebuilt)
-        names = dict(_parameter_names(dense, self._targets)) if has_optimizers else {}
+        names: dict[object, list[str]] = defaultdict(list)
+        for place, name in _parameter_names(dense, self._targets) if has_optimizers else ():
+            names[place].append(name)
         checks = ObjectChecks(self._contents, names)
         wanted: dict[Path, list[Path]] = defaultdict(list)
         for path in self._contents.leaf_paths:

@@ -15,7 +15,7 @@ were: one may have been made before its optimizer got the last ones.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from asyncckpt.plan.wrapped_names import bare_name
 # What torch's own optimizers keep for every element of a parameter.
 _LIKE_PARAMETERS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg", "ax")
-)
+) | {"acc_delta", "prev", "step_size", "variance"}
 # Options that torch's optimizers have got since they are there, and what others put into groups.
 _MAY_DIFFER = frozenset(
     ("params", "param_names", "initial_lr", "foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
@@ -45,10 +45,11 @@ _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_in
 class ObjectChecks:
     """Checks of the objects of one load.
 
-    names: those of parameters in the checkpoint, by the memory that they are loaded into, see `memory_of`.
+    names: those of parameters in the checkpoint, by the memory that they are loaded into, see `memory_of`. One that is
+    tied has several.
     """
 
-    def __init__(self, contents: Contents, names: Mapping[object, str]) -> None:
+    def __init__(self, contents: Contents, names: Mapping[object, Sequence[str]]) -> None:
         self._contents, self._names = contents, names
         self._dense = {item.path: item for item in contents.dense.values()}
 
@@ -108,13 +109,15 @@ class ObjectChecks:
 
     def _other_order(self, own: torch.optim.Optimizer, groups: list[Any]) -> Iterator[str]:
         found = [bare_name(str(name)) for group in groups for name in group.get("param_names", [])]
-        names = [
-            bare_name(self._names.get(memory_of(parameter)) or given)
+        known = [
+            [bare_name(name) for name in self._names.get(memory_of(parameter)) or [given]]
             for group in own.param_groups
             for parameter, given in zip(
                 group["params"], group.get("param_names", [""] * len(group["params"])), strict=True
             )
         ]
+        there = frozenset(found)
+        names = [next((name for name in each if name in there), each[0]) for each in known]
         if names != found and sorted(names) == sorted(found):
             number = next(number for number, name in enumerate(names) if name != found[number])
             yield (
