@@ -192,8 +192,8 @@ def _other_shapes(own: torch.optim.Optimizer, parameters: Mapping[Any, Any], sta
     is_torchs = type(own).step.__module__.startswith("torch.optim.")
     for key, shapes in found.items():
         wanted = {number: tuple(parameters[number].shape) for number in shapes}
-        if shapes == wanted:
-            continue
+        if shapes == wanted or (not is_torchs and shapes == {number: shape[::-1] for number, shape in wanted.items()}):
+            continue  # Others may keep it transposed.
         if (is_torchs and key in _LIKE_PARAMETERS) or sorted(shapes.values()) == sorted(wanted.values()):
             number = next(number for number in shapes if shapes[number] != wanted[number])
             yield (

@@ -245,6 +245,30 @@ def test_parameters_in_another_order_are_known_by_the_shapes_of_their_state(
     assert not x.any()
 
 
+class Transposing(torch.optim.Optimizer):
+    """Keeps the gradients transposed."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["turned"] = parameter.grad.t().clone()
+
+
+def test_a_state_that_is_transposed_is_not_one_of_another_order(tmp_path: Path) -> None:
+    def autoencoder() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4, bias=False))
+
+    net, other = autoencoder(), autoencoder()
+    optimizer, resumed = Transposing(net.parameters()), Transposing(other.parameters())
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    asyncckpt.save(tmp_path, {"optim": optimizer}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"optim": resumed}).load()
+    assert bits(resumed.state_dict()) == bits(optimizer.state_dict())
+
+
 def tagged(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": list(net.parameters()), "tag": "all", "initial_lr": 3.0}], lr=0.1)
 
