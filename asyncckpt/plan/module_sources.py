@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from asyncckpt.format.module_facts import module_of
-from asyncckpt.format.tree import TENSOR, Path, descend, metadata_for, module_metadata, path_name, state_dict_of
+from asyncckpt.format.tree import Path, descend, metadata_for, module_metadata, path_name
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_info import Loads
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, is_extra_state
@@ -32,6 +32,7 @@ class ModuleSources:
             for source in answer.get(leaf.name, ())
             if source in contents.dense
         }
+        self._left_out = {item.path for item in contents.dense.values()} - self._sources.keys()
         self.metadata = {item.path: self._of(item) for item in modules}
 
     def _of(self, item: Rebuilt) -> Any:
@@ -40,11 +41,6 @@ class ModuleSources:
         if own is None:
             return found
         said: dict[str, list[Any]] = {}
-        if stored is not None and self._metadata_at(item.path) is not None:
-            _, keys, children, *_ = state_dict_of(stored)
-            tensors = (key for key, child in zip(keys, children, strict=True) if child == TENSOR)
-            # One whose tensors a filter leaves out keeps them, and what they are.
-            said = {module_of(key): [] for key in tensors if not is_extra_state(key)}
         above: dict[str, list[Any]] = {}
         for name, source, old in self._loaded(item):
             theirs = self._metadata_at(source)
@@ -52,6 +48,12 @@ class ModuleSources:
             while theirs is not None and name and name.rpartition(".")[2] == old.rpartition(".")[2]:
                 name, old = name.rpartition(".")[0], old.rpartition(".")[0]
                 above.setdefault(name, []).append(theirs.get(old))
+        for path in item.tensors:
+            # What a filter leaves out stays as it is, and what it is.
+            if path in self._left_out and len(path) == len(item.path) + 1 and not is_extra_state(path[-1]):
+                mine = own.get(name := module_of(path[-1]))
+                locals_ = said.setdefault(name, [mine])
+                locals_ += [mine] if _version(mine) != _version(locals_[0]) else []
         start: dict[str, Any] = dict(found or {})
         for name, locals_ in (above | said).items():
             if any(local != locals_[0] for local in locals_):
@@ -59,7 +61,7 @@ class ModuleSources:
                     shown = path_name((*item.path, name) if name else item.path)
                     self.problems.append(f"module {shown!r} would get tensors of modules of other versions: {locals_}")
                 continue
-            start[name] = locals_[0] if locals_ else own.get(name)
+            start[name] = locals_[0]
         return OrderedDict((name, local) for name, local in start.items() if local is not None)
 
     def _loaded(self, item: Rebuilt) -> set[tuple[str, Path, str]]:
@@ -73,3 +75,7 @@ class ModuleSources:
             node = descend(self._contents.tree, path)
             self._known[path] = None if node is None else module_metadata(node)
         return self._known[path]
+
+
+def _version(local: Any) -> Any:
+    return None if local is None else local.get("version")

@@ -347,6 +347,20 @@ def test_a_module_whose_tensors_a_filter_leaves_out_keeps_them(tmp_path: Path) -
     assert [tensor.tolist() for tensor in target.parameters()] == [[2.0] * 3, [1.0] * 3]
 
 
+def test_what_a_filter_leaves_out_of_a_module_of_another_version_is_not_upgraded(tmp_path: Path) -> None:
+    saved, target = versioned(1)[0], versioned(2)[0]
+    saved.b, target.b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    asyncckpt.save(tmp_path / "d", {"model": saved})
+    before = [tensor.tolist() for tensor in target.parameters()]
+    answer = {"model.b": {"model.b": list[str]()}}
+    loader = asyncckpt.Loader(tmp_path / "d", tensors={"model": target}, strict=False, filter_func=lambda info: answer)
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"module 'model' .* of modules of other versions: .*1.*2"):
+        loader.load()
+    assert [tensor.tolist() for tensor in target.parameters()] == before
+    target._version = 1
+    loader.load()
+
+
 def test_tensors_of_modules_of_several_versions_do_not_go_into_one(tmp_path: Path) -> None:
     saved = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2)))
     saved[1]._version = 7  # type: ignore[assignment]
