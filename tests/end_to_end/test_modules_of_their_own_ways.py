@@ -201,3 +201,30 @@ def test_a_module_makes_its_tensors_of_those_that_were_stored_and_not_of_what_it
     asyncckpt.save(tmp_path, {"model": old}, durability="none")
     asyncckpt.Loader(tmp_path, tensors={"model": ours}).load()
     assert all(map(torch.equal, ours.parameters(), torchs.parameters()))
+
+
+class Grown(nn.Module):
+    """Had one scale for all, and no dimension for it, before version 2."""
+
+    def __init__(self, version: int, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self._version = version
+        self.w, self.scale = nn.Parameter(torch.rand(4, 2)), nn.Parameter(torch.rand(shape))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}scale"] = state[f"{prefix}scale"].expand(4, 1)
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("given", [lambda module: module, lambda module: module.state_dict()], ids=["module", "dict"])
+def test_a_module_that_had_other_shapes_in_an_earlier_version_is_loaded(
+    tmp_path: Path, given: Callable[[nn.Module], Any]
+) -> None:
+    old, new = nn.Sequential(Grown(1, ())), nn.Sequential(Grown(2, (4, 1)))
+    asyncckpt.save(tmp_path, {"model": given(old)}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"model": new}).load()
+    assert torch.equal(new[0].w, old[0].w)
+    assert torch.equal(new[0].scale, old[0].scale.expand(4, 1))
+    with pytest.raises(IncompatibleError, match=r"'model.0.scale' has shape"):
+        asyncckpt.Loader(tmp_path, tensors={"model": nn.Sequential(Grown(2, (3, 1)))}).load()
