@@ -57,7 +57,8 @@ def _copied(owner: torch.nn.Module, state: Any) -> Any:
     found = copy(state)  # With its _metadata.
     for key, value in state.items():
         is_theirs = type(key) is str and without_sure_parts(key).startswith(begins)
-        if is_theirs and _is_plain(value) and (place := memory_of(value)) is not None:
+        is_copyable = _is_plain(value) or hasattr(value, "to_local")  # A DTensor.
+        if is_theirs and is_copyable and (place := memory_of(value)) is not None:
             if place not in copies:
                 copies[place] = value.detach().clone()
             found[key] = copies[place]
