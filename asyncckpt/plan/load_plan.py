@@ -163,8 +163,10 @@ def make_load_plan(
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
     if strict:
         match.passing += [f"{name!r} is missing in the checkpoint" for name in missing]
+        own = {leaf.path for leaf in targets.in_place} if filter_func is not None else ()
         match.passing += [
-            f"{name!r} is unexpected: the model has no such entry" for name in _inside(contents, targets, unexpected)
+            f"{name!r} is {'left out by the filter' if at in own else 'unexpected: the model has no such entry'}"
+            for name, at in _inside(contents, targets, unexpected)
         ]
         not_taken = [name for name in unexpected if name in contents.tables][:PROBLEMS_SHOWN_MAX]
         if not_taken:
@@ -380,8 +382,9 @@ def _check_readable(contents: Contents, step: int) -> None:
         )
 
 
-def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:
-    """Return unexpected entries inside modules that are loaded; what the caller did not ask for is only reported.
+def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> Iterator[tuple[str, Path]]:
+    """Return unexpected entries inside modules that are loaded, with their paths; what the caller did not ask for is
+    only reported.
 
     Nor is what only some of the ranks had: other ranks may want it now.
     """
@@ -390,7 +393,8 @@ def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) ->
         owner = targets.owner_of(path)
         return owner is not None and owner.is_module and path in contents.sure_paths
 
-    return [name for name in unexpected if name in contents.dense and is_inside(contents.dense[name].path)]
+    paths = ((name, contents.dense[name].path) for name in unexpected if name in contents.dense)
+    return ((name, path) for name, path in paths if is_inside(path))
 
 
 def _may_share_ids(stored: Shard, table: Table) -> bool:
