@@ -154,9 +154,7 @@ def make_load_plan(
         else:
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     objects = match.objects(dense)
-    modules = ModuleSources(
-        (*(item for item in objects if item.is_module), *targets.state_dicts), answer, contents, targets
-    )
+    modules = ModuleSources(objects, answer, contents, targets)
     match.problems += modules.problems
     chosen, apart = _settled(dense, chain, match.problems)
     used = {source for sources in answer.values() for source in sources}
@@ -383,8 +381,7 @@ def _check_readable(contents: Contents, step: int) -> None:
 
 
 def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> Iterator[tuple[str, Path]]:
-    """Return unexpected entries inside modules that are loaded, with their paths; what the caller did not ask for is
-    only reported.
+    """Return unexpected entries inside modules that are loaded, with paths; what nobody asked for is only reported.
 
     Nor is what only some of the ranks had: other ranks may want it now.
     """

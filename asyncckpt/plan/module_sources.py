@@ -22,7 +22,7 @@ class ModuleSources:
     versions.
     """
 
-    def __init__(self, modules: Iterable[Rebuilt], answer: Loads, contents: Contents, targets: DenseTargets) -> None:
+    def __init__(self, objects: Iterable[Rebuilt], answer: Loads, contents: Contents, targets: DenseTargets) -> None:
         self.problems: list[str] = []
         self._contents = contents
         self._known: dict[Path, Mapping[str, Any] | None] = {}
@@ -33,7 +33,8 @@ class ModuleSources:
             if source in contents.dense
         }
         self._left_out = {item.path for item in contents.dense.values()} - self._sources.keys()
-        self.metadata = {item.path: self._of(item) for item in modules}
+        modules = (item for item in objects if item.is_module)
+        self.metadata = {item.path: self._of(item) for item in (*modules, *targets.state_dicts)}
 
     def _of(self, item: Rebuilt) -> Any:
         stored, own = descend(self._contents.tree, item.path), module_metadata(item.tree)
