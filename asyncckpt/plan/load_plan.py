@@ -72,7 +72,8 @@ class TableLoadPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is loaded. metadata: of modules. apart: targets that overlap, see overlapping_targets.py.
+    """All that is loaded. metadata: of modules and `state_dicts`. apart: targets that overlap, see
+    overlapping_targets.py.
 
     is_empty: nothing of what the targets ask for.
     """
@@ -84,6 +85,7 @@ class LoadPlan:
     unexpected: tuple[str, ...]
     info: Loads
     metadata: Mapping[Path, Any] = field(default_factory=dict)
+    state_dicts: tuple[Rebuilt, ...] = ()
     apart: tuple[Apart, ...] = ()
     is_empty: bool = False
 
@@ -159,8 +161,10 @@ def make_load_plan(
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
     if strict:
         match.passing += [f"{name!r} is missing in the checkpoint" for name in missing]
+        own = {leaf.path for leaf in targets.in_place} if filter_func is not None else ()
         match.passing += [
-            f"{name!r} is unexpected: the model has no such entry" for name in _inside(contents, targets, unexpected)
+            f"{name!r} is {'left out by the filter' if at in own else 'unexpected: the model has no such entry'}"
+            for name, at in _inside(contents, targets, unexpected)
         ]
         not_taken = [name for name in unexpected if name in contents.tables][:PROBLEMS_SHOWN_MAX]
         if not_taken:
@@ -177,6 +181,7 @@ def make_load_plan(
         tables=tuple(planned),
         objects=objects,
         metadata=modules.metadata,
+        state_dicts=targets.state_dicts,
         missing=(*missing, *match.absent),
         unexpected=tuple(unexpected),
         info=answer,
@@ -242,7 +247,9 @@ class _Match:
         """Return the objects whose tensors are all loaded. One with none of them loaded is left alone."""
         loaded = {load.source.path for load in dense if load.is_for_object}
         has_optimizers = any(isinstance(item.owner, torch.optim.Optimizer) for item in self._targets.rebuilt)
-        names = dict(_parameter_names(dense, self._targets)) if has_optimizers else {}
+        names: dict[object, list[str]] = defaultdict(list)
+        for place, name in _parameter_names(dense, self._targets) if has_optimizers else ():
+            names[place].append(name)
         checks = ObjectChecks(self._contents, names)
         wanted: dict[Path, list[Path]] = defaultdict(list)
         for path in self._contents.leaf_paths:
@@ -373,8 +380,8 @@ def _check_readable(contents: Contents, step: int) -> None:
         )
 
 
-def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:
-    """Return unexpected entries inside modules that are loaded; what the caller did not ask for is only reported.
+def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> Iterator[tuple[str, Path]]:
+    """Return unexpected entries inside modules that are loaded, with paths; what nobody asked for is only reported.
 
     Nor is what only some of the ranks had: other ranks may want it now.
     """
@@ -383,7 +390,8 @@ def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) ->
         owner = targets.owner_of(path)
         return owner is not None and owner.is_module and path in contents.sure_paths
 
-    return [name for name in unexpected if name in contents.dense and is_inside(contents.dense[name].path)]
+    paths = ((name, contents.dense[name].path) for name in unexpected if name in contents.dense)
+    return ((name, path) for name, path in paths if is_inside(path))
 
 
 def _may_share_ids(stored: Shard, table: Table) -> bool:

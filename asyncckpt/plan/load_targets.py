@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,13 +27,16 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import (
+    TENSOR,
     VALUE,
     Key,
     Node,
     Path,
     descend,
     empty_paths,
+    key_value,
     leaves,
     path_name,
     tensor_names,
@@ -45,6 +48,7 @@ from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.shared_leaves import overlaps_itself
 from asyncckpt.plan.state import FlatState, flatten
+from asyncckpt.plan.wrapped_names import outer_prefix
 
 T = TypeVar("T")
 
@@ -98,7 +102,8 @@ class Rebuilt:
     """An object at `path` that gets a new state dict; a module gets its own, overwritten in place.
 
     tensors, values: what stands at the leaves of its state dict now, by their paths in `tree`, the whole state's.
-    wrapped: see wrapped_names.py.
+    wrapped, prefix: what the module's own state dict, and that of the wrapper around it, call each name
+    (wrapped_names.py).
     """
 
     path: Path
@@ -107,6 +112,7 @@ class Rebuilt:
     tensors: dict[Path, Any] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
     wrapped: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
 
     @property
     def is_module(self) -> bool:
@@ -119,7 +125,8 @@ class DenseTargets:
     without anything in them.
 
     scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can
-    write to; the caller gets them back as values. leaf_paths: of all tensors in the state, in its order.
+    write to; the caller gets them back as values. leaf_paths: of all tensors in the state, in its order. state_dicts:
+    those of torch that say something of modules, outside of objects.
     """
 
     in_place: tuple[InPlace, ...]
@@ -128,6 +135,7 @@ class DenseTargets:
     empty: tuple[Path, ...] = ()
     scalars: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     leaf_paths: tuple[Path, ...] = ()
+    state_dicts: tuple[Rebuilt, ...] = ()
 
     @cached_property
     def _owners(self) -> dict[Path, Rebuilt]:
@@ -168,7 +176,7 @@ def dense_targets(
     """
     flat = flatten(state)
     _check_lasting(flat)
-    owners = _rebuilt(flat)
+    owners = _rebuilt(flat, state)
     owners |= {path: Rebuilt(path=path, owner=part, tree=descend(flat.tree, path) or VALUE) for path, part in parts}
     in_place: list[InPlace] = []
     outside: list[Path] = []
@@ -197,7 +205,24 @@ def dense_targets(
             in_place.append(writable(names[number], path, leaf))
     empty = tuple(path for path in empty_paths(flat.tree) if path and owner_of(path, owners) is None)
     paths = tuple(tensor_paths(flat.tree))
-    return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths)
+    state_dicts = tuple(_state_dicts(state, flat.tree, ()))
+    return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths, state_dicts)
+
+
+def _state_dicts(own: Any, node: Node, path: Path) -> Iterator[Rebuilt]:
+    """Return the state dicts of torch in a state, with their tensors. node: of it."""
+    if len(node) == 4:
+        tensors = {
+            (*path, key): own[key_value(key)] for key, child in zip(node[1], node[2], strict=True) if child == TENSOR
+        }
+        yield Rebuilt(path=path, owner=own, tree=node, tensors=tensors)
+    elif node[0] in ("list", "tuple"):
+        for index, child in enumerate(node[1]):
+            yield from _state_dicts(own[index], child, (*path, ("int", index)))
+    elif node[0] in MAPPINGS:
+        for key, child in zip(node[1], node[2], strict=True):
+            if len(child) > 1:
+                yield from _state_dicts(own[key_value(key)], child, (*path, key))
 
 
 def _check_lasting(flat: FlatState) -> None:
@@ -220,7 +245,7 @@ def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:
     return next((owners[path[:end]] for end in range(len(path) + 1) if path[:end] in owners), None)
 
 
-def _rebuilt(flat: FlatState) -> dict[Path, Rebuilt]:
+def _rebuilt(flat: FlatState, state: Mapping[str, Any]) -> dict[Path, Rebuilt]:
     """Return the objects with a state dict by their paths, but for those inside of others, which load them."""
     found: dict[Path, Rebuilt] = {}
     for path, owner in flat.stateful:
@@ -232,7 +257,8 @@ def _rebuilt(flat: FlatState) -> dict[Path, Rebuilt]:
             )
         tree = descend(flat.tree, path)
         assert tree is not None
-        found[path] = Rebuilt(path=path, owner=owner, tree=tree, wrapped=flat.wrapped.get(path, {}))
+        prefix = outer_prefix(reduce(lambda own, key: own[key_value(key)], path, state))
+        found[path] = Rebuilt(path=path, owner=owner, tree=tree, wrapped=flat.wrapped.get(path, {}), prefix=prefix)
     return found
 
 

@@ -1,4 +1,5 @@
-"""What a module is told of the version of its tensors: that of the modules which a load takes them from.
+"""What a module, or its state dict, is told of the version of its tensors: that of the modules which a load takes them
+from.
 
 Without a filter that is what was stored of the module itself.
 """
@@ -10,16 +11,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from asyncckpt.format.module_facts import module_of
-from asyncckpt.format.tree import TENSOR, Path, descend, metadata_for, module_metadata, path_name, state_dict_of
+from asyncckpt.format.tree import Path, descend, metadata_for, module_metadata, path_name
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_info import Loads
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, is_extra_state
 
 
 class ModuleSources:
-    """The `_metadata` of modules by their paths, and `problems`: modules with tensors of several versions."""
+    """The `_metadata` of modules, or their state dicts, by their paths, and `problems`: those with tensors of several
+    versions.
+    """
 
-    def __init__(self, modules: Iterable[Rebuilt], answer: Loads, contents: Contents, targets: DenseTargets) -> None:
+    def __init__(self, objects: Iterable[Rebuilt], answer: Loads, contents: Contents, targets: DenseTargets) -> None:
         self.problems: list[str] = []
         self._contents = contents
         self._known: dict[Path, Mapping[str, Any] | None] = {}
@@ -29,7 +32,9 @@ class ModuleSources:
             for source in answer.get(leaf.name, ())
             if source in contents.dense
         }
-        self.metadata = {item.path: self._of(item) for item in modules if item.is_module}
+        self._left_out = {item.path for item in contents.dense.values()} - self._sources.keys()
+        modules = (item for item in objects if item.is_module)
+        self.metadata = {item.path: self._of(item) for item in (*modules, *targets.state_dicts)}
 
     def _of(self, item: Rebuilt) -> Any:
         stored, own = descend(self._contents.tree, item.path), module_metadata(item.tree)
@@ -37,11 +42,6 @@ class ModuleSources:
         if own is None:
             return found
         said: dict[str, list[Any]] = {}
-        if stored is not None and self._metadata_at(item.path) is not None:
-            _, keys, children, *_ = state_dict_of(stored)
-            tensors = (key for key, child in zip(keys, children, strict=True) if child == TENSOR)
-            # One whose tensors a filter leaves out keeps them, and what they are.
-            said = {module_of(key): [] for key in tensors if not is_extra_state(key)}
         above: dict[str, list[Any]] = {}
         for name, source, old in self._loaded(item):
             theirs = self._metadata_at(source)
@@ -49,6 +49,12 @@ class ModuleSources:
             while theirs is not None and name and name.rpartition(".")[2] == old.rpartition(".")[2]:
                 name, old = name.rpartition(".")[0], old.rpartition(".")[0]
                 above.setdefault(name, []).append(theirs.get(old))
+        for path in item.tensors:
+            # What a filter leaves out stays as it is, and what it is.
+            if path in self._left_out and len(path) == len(item.path) + 1 and not is_extra_state(path[-1]):
+                mine = own.get(name := module_of(path[-1]))
+                locals_ = said.setdefault(name, [mine])
+                locals_ += [mine] if _version(mine) != _version(locals_[0]) else []
         start: dict[str, Any] = dict(found or {})
         for name, locals_ in (above | said).items():
             if any(local != locals_[0] for local in locals_):
@@ -56,7 +62,7 @@ class ModuleSources:
                     shown = path_name((*item.path, name) if name else item.path)
                     self.problems.append(f"module {shown!r} would get tensors of modules of other versions: {locals_}")
                 continue
-            start[name] = locals_[0] if locals_ else own.get(name)
+            start[name] = locals_[0]
         return OrderedDict((name, local) for name, local in start.items() if local is not None)
 
     def _loaded(self, item: Rebuilt) -> set[tuple[str, Path, str]]:
@@ -70,3 +76,7 @@ class ModuleSources:
             node = descend(self._contents.tree, path)
             self._known[path] = None if node is None else module_metadata(node)
         return self._known[path]
+
+
+def _version(local: Any) -> Any:
+    return None if local is None else local.get("version")

@@ -15,7 +15,7 @@ were: one may have been made before its optimizer got the last ones.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,23 +32,24 @@ from asyncckpt.plan.wrapped_names import bare_name
 # What torch's own optimizers keep for every element of a parameter.
 _LIKE_PARAMETERS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg", "ax")
-)
+) | {"acc_delta", "prev", "step_size", "variance"}
 # Options that torch's optimizers have got since they are there, and what others put into groups.
 _MAY_DIFFER = frozenset(
     ("params", "param_names", "initial_lr", "foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
 ) | {"decoupled_weight_decay", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-# Of schedulers, one item for each of those that load_state_dict goes through.
-_FOR_EACH = ("lr_lambdas", "_schedulers")
+# Of schedulers, what load_state_dict asks for; the first two have one item for each of those that it goes through.
+_ASKED_FOR = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
 _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
 
 
 class ObjectChecks:
     """Checks of the objects of one load.
 
-    names: those of parameters in the checkpoint, by the memory that they are loaded into, see `memory_of`.
+    names: those of parameters in the checkpoint, by the memory that they are loaded into, see `memory_of`. One that is
+    tied has several.
     """
 
-    def __init__(self, contents: Contents, names: Mapping[object, str]) -> None:
+    def __init__(self, contents: Contents, names: Mapping[object, Sequence[str]]) -> None:
         self._contents, self._names = contents, names
         self._dense = {item.path: item for item in contents.dense.values()}
 
@@ -108,13 +109,15 @@ class ObjectChecks:
 
     def _other_order(self, own: torch.optim.Optimizer, groups: list[Any]) -> Iterator[str]:
         found = [bare_name(str(name)) for group in groups for name in group.get("param_names", [])]
-        names = [
-            bare_name(self._names.get(memory_of(parameter)) or given)
+        known = [
+            [bare_name(name) for name in self._names.get(memory_of(parameter)) or [given]]
             for group in own.param_groups
             for parameter, given in zip(
                 group["params"], group.get("param_names", [""] * len(group["params"])), strict=True
             )
         ]
+        there = frozenset(found)
+        names = [next((name for name in each if name in there), each[0]) for each in known]
         if names != found and sorted(names) == sorted(found):
             number = next(number for number, name in enumerate(names) if name != found[number])
             yield (
@@ -189,8 +192,8 @@ def _other_shapes(own: torch.optim.Optimizer, parameters: Mapping[Any, Any], sta
     is_torchs = type(own).step.__module__.startswith("torch.optim.")
     for key, shapes in found.items():
         wanted = {number: tuple(parameters[number].shape) for number in shapes}
-        if shapes == wanted:
-            continue
+        if shapes == wanted or (not is_torchs and shapes == {number: shape[::-1] for number, shape in wanted.items()}):
+            continue  # Others may keep it transposed.
         if (is_torchs and key in _LIKE_PARAMETERS) or sorted(shapes.values()) == sorted(wanted.values()):
             number = next(number for number in shapes if shapes[number] != wanted[number])
             yield (
@@ -209,9 +212,11 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str]) -> Iterator[s
     if other := _other_class(own, classes, public[0] - public[1], public[1] - public[0]):
         yield other
         return
-    for key in _FOR_EACH:
+    for key in _ASKED_FOR:
         mine, theirs = state.get(key), stored.get(key)
-        if isinstance(mine, list) and isinstance(theirs, list) and len(mine) != len(theirs):
+        if key in state and key not in stored:
+            yield f"has {key!r}, the checkpoint none: it may be of another scheduler"
+        elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) != len(theirs):
             yield f"has {len(mine)} of {key!r}, the checkpoint {len(theirs)}"
         elif key == "_schedulers" and isinstance(mine, list) and isinstance(theirs, list):
             for inner, state_of_inner in zip(own._schedulers, theirs, strict=True):

@@ -1,5 +1,5 @@
-"""Modules that take tensors of other shapes than theirs: those that size buffers when they have seen data, and resize
-them in a `_load_from_state_dict` or a hook of their own, as torch.ao's observers do.
+"""Modules that take tensors of other shapes than theirs: those that size buffers when they have seen data, or had other
+ones in an earlier version, and see to it in a `_load_from_state_dict` or a hook of their own, as torch.ao's observers.
 
 Nobody says so of a module, so it is tried on a copy of it, before anything is filled.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format.tree import Path
+from asyncckpt.format.tree import VALUE, Path, descend, module_metadata
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import Rebuilt
 from asyncckpt.plan.object_checks import form_of
@@ -34,7 +34,8 @@ class ResizingModules:
             return False
         place = owner.path, key.rpartition(".")[0]
         if place not in self._answers:
-            self._answers[place] = _is_resizing(owner.owner, place[1], self._stored[place])
+            metadata: Mapping[str, Any] = module_metadata(descend(self._contents.tree, owner.path) or VALUE) or {}
+            self._answers[place] = _is_resizing(owner.owner, place[1], self._stored[place], metadata.get(place[1]))
         return self._answers[place]
 
     @cached_property
@@ -48,7 +49,8 @@ class ResizingModules:
         return found
 
 
-def _is_resizing(root: torch.nn.Module, name: str, stored: Mapping[str, StoredDense]) -> bool:
+def _is_resizing(root: torch.nn.Module, name: str, stored: Mapping[str, StoredDense], said: Any) -> bool:
+    """Return it of the module of a name. said: what was stored of it in `_metadata`; None: nothing."""
     try:
         module = root.get_submodule(name)
         hooks = module._load_state_dict_pre_hooks.values()
@@ -59,7 +61,7 @@ def _is_resizing(root: torch.nn.Module, name: str, stored: Mapping[str, StoredDe
             return False
         tried: Any = copy.deepcopy(module)
         errors: list[str] = []
-        metadata = {"version": getattr(module, "_version", None)}
+        metadata = {"version": getattr(module, "_version", None)} if said is None else dict(said)
         # In memory of their own: what is expanded cannot be given to all operations.
         state = {key: form_of(item).contiguous() for key, item in stored.items()}
         with torch.no_grad():

@@ -59,15 +59,19 @@ def _new_names(item: Rebuilt, stored: Node) -> Iterator[tuple[Path, Key]]:
         return
     wanted, there = set(own[1]), set(stored[1])
     plain_of = {wrapped: plain for plain, wrapped in item.wrapped.items()}
-    found = {
-        key: plain_of[key] if key in plain_of else without_sure_parts(key)
-        for key in stored[1]
-        if isinstance(key, str) and key not in wanted
-    }
+    prefix = _prefix(item, stored)
+    bare = {key: key.removeprefix(prefix) for key in stored[1] if isinstance(key, str) and key not in wanted}
+    found = {key: plain_of[name] if name in plain_of else without_sure_parts(name) for key, name in bare.items()}
     count = Counter(found.values())
     for key, plain in found.items():
         if plain != key and plain in wanted and plain not in there and count[plain] == 1:
             yield (*item.path, key), plain
+
+
+def _prefix(item: Rebuilt, stored: Node) -> str:
+    """Return what the names of a checkpoint have before them, as the state dict of the wrapper around a module has."""
+    own, stored = state_dict_of(item.tree), state_dict_of(stored)
+    return "" if item.prefix and not set(own[1]).isdisjoint(stored[1]) else item.prefix
 
 
 def _renamed_tree(node: Node, path: Path, new: Mapping[Path, Key], odd: Mapping[Path, Rebuilt]) -> Node:
@@ -82,14 +86,15 @@ def _renamed_tree(node: Node, path: Path, new: Mapping[Path, Key], odd: Mapping[
     children = [_renamed_tree(child, (*path, key), new, odd) for key, child in zip(node[1], node[2], strict=True)]
     metadata: Any = module_metadata(node) if len(node) > 3 else None
     if path in odd:
-        metadata = OrderedDict(_plain_metadata(odd[path], metadata))
+        metadata = OrderedDict(_plain_metadata(odd[path], metadata, _prefix(odd[path], node)))
     return mapping_node(node[0], keys, children, metadata)
 
 
-def _plain_metadata(item: Rebuilt, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _plain_metadata(item: Rebuilt, metadata: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield what is said of modules under the names that they have in a target; a wrapper is before what it wraps."""
     own: Mapping[str, Any] = module_metadata(item.tree) or {}
     names = PlainNames(item.owner)
-    for name, local in metadata.items():
+    for stored, local in metadata.items():
+        name = f"{stored}.".removeprefix(prefix)[:-1]
         plain = name if name in own else names.of_module(name)
         yield (without_sure_parts(f"{name}.")[:-1] if plain == name and name not in own else plain), local

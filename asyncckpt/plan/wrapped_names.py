@@ -33,9 +33,19 @@ def inner_name(module: Any) -> str | None:
 
 def unwrapped(value: Any) -> Any:
     """Return the module inside of DDP, DataParallel or torch.compile, so that names are the same with and without."""
+    return _unwrapped(value)[0]
+
+
+def outer_prefix(value: Any) -> str:
+    """Return what the wrappers around a module put before all names of their own state dicts."""
+    return _unwrapped(value)[1]
+
+
+def _unwrapped(value: Any) -> tuple[Any, str]:
+    prefix = ""
     while isinstance(value, torch.nn.Module) and (name := inner_name(value)) in ("module", "_orig_mod"):
-        value = value._modules[name]
-    return value
+        value, prefix = value._modules[name], f"{prefix}{name}."
+    return value, prefix
 
 
 def without_sure_parts(name: str) -> str:

@@ -257,6 +257,14 @@ class Holder:
         self.tensor = state["tensor"]
 
 
+def test_what_a_filter_leaves_out_of_a_module_is_named_as_such(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"model": torch.nn.Linear(1, 1)}, durability="none")
+    target = {"model": torch.nn.Linear(1, 1)}
+    answer = {"model.weight": {"model.weight": list[str]()}}
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"'model.bias' is left out by the filter .*strict=False"):
+        asyncckpt.Loader(tmp_path, tensors=target, filter_func=lambda info: answer).load()
+
+
 def test_one_source_for_two_objects(tmp_path: Path) -> None:
     """The object whose own tensor the filter left out keeps what it has; the other one's is read once."""
     with asyncckpt.Saver(path=tmp_path, tensors={"a": Holder(1), "b": Holder(2)}) as saver:

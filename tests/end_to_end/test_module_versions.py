@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -346,6 +347,20 @@ def test_a_module_whose_tensors_a_filter_leaves_out_keeps_them(tmp_path: Path) -
     assert [tensor.tolist() for tensor in target.parameters()] == [[2.0] * 3, [1.0] * 3]
 
 
+def test_what_a_filter_leaves_out_of_a_module_of_another_version_is_not_upgraded(tmp_path: Path) -> None:
+    saved, target = versioned(1)[0], versioned(2)[0]
+    saved.b, target.b = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    asyncckpt.save(tmp_path / "d", {"model": saved})
+    before = [tensor.tolist() for tensor in target.parameters()]
+    answer = {"model.b": {"model.b": list[str]()}}
+    loader = asyncckpt.Loader(tmp_path / "d", tensors={"model": target}, strict=False, filter_func=lambda info: answer)
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"module 'model' .* of modules of other versions: .*1.*2"):
+        loader.load()
+    assert [tensor.tolist() for tensor in target.parameters()] == before
+    target._version = 1
+    loader.load()
+
+
 def test_tensors_of_modules_of_several_versions_do_not_go_into_one(tmp_path: Path) -> None:
     saved = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2)))
     saved[1]._version = 7  # type: ignore[assignment]
@@ -365,3 +380,27 @@ def test_a_state_dict_that_is_filled_gets_the_versions_of_what_it_holds_now(tmp_
     asyncckpt.Loader(tmp_path / "d", tensors={"deep": [{"model": state}]}).load()
     target.load_state_dict(state)
     assert [tensor.tolist() for tensor in target.parameters()] == [[2.0] * 3, [1.0] * 3]
+
+
+def test_a_state_dict_gets_the_versions_of_what_a_filter_takes_its_tensors_from(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "d", {"deep": [{"model": versioned(1, 2)}]})
+    target = versioned(2, 2, 2)
+    state = target.state_dict()
+    answer = {f"deep.0.model.{to}.w": {f"deep.0.model.{of}.w": list[str]()} for to, of in ((0, 1), (1, 0))}
+    asyncckpt.Loader(tmp_path / "d", tensors={"deep": [{"model": state}]}, filter_func=lambda info: answer).load()
+    target.load_state_dict(state)
+    assert [tensor.tolist() for tensor in target.parameters()] == [[1.0] * 3, [2.0] * 3, [1.0] * 3]
+
+
+def test_a_followed_state_dict_gets_the_versions_of_what_it_holds_now(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "d", {"model": versioned(1)})
+    target = versioned(2)
+    state = target.state_dict()
+
+    async def follow() -> None:
+        async for update in asyncckpt.follow(tmp_path / "d", until=0):
+            await update.load(tensors={"model": state})
+
+    asyncio.run(follow())
+    target.load_state_dict(state)
+    assert [tensor.tolist() for tensor in target.parameters()] == [[2.0] * 3]

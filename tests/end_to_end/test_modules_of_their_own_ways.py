@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import asyncckpt
 from asyncckpt.errors import IncompatibleError
@@ -153,3 +156,75 @@ def test_a_module_that_would_not_take_a_shape_is_refused_before_anything_is_touc
     after = fresh.state_dict()
     assert not x.any()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+class Upgrading(nn.Module):
+    """Before version 2 it had a and b the other way round, and b transposed and half as large."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self._version = version
+        self.a, self.b = nn.Parameter(torch.rand(3, 3)), nn.Parameter(torch.rand(3, 3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if metadata.get("version") == 1:
+            a, b = state[f"{prefix}a"], state[f"{prefix}b"]
+            state[f"{prefix}a"], state[f"{prefix}b"] = 2 * b, a.t()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def _twice(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module, module)
+
+
+def _hooked(module: nn.Module) -> nn.Module:
+    """Transposes in a hook what is far below."""
+
+    def transpose(owner: Any, state: Any, *_: Any) -> None:
+        name = next(name for name in state if name.endswith("a"))
+        state[name] = state[name].t()
+
+    model = nn.Sequential(module)
+    model.register_load_state_dict_pre_hook(transpose)
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda module: module, checkpoint_wrapper, nn.DataParallel], ids=lambda wrap: wrap.__name__
+)
+@pytest.mark.parametrize("nest", [nn.Sequential, _twice, _hooked], ids=lambda nest: nest.__name__)
+def test_a_module_makes_its_tensors_of_those_that_were_stored_and_not_of_what_it_has_made(
+    tmp_path: Path, nest: Callable[[nn.Module], nn.Module], wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    old, ours, torchs = nest(wrap(Upgrading(1))), nest(wrap(Upgrading(2))), nest(wrap(Upgrading(2)))
+    torchs.load_state_dict(deepcopy(old.state_dict()))
+    asyncckpt.save(tmp_path, {"model": old}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"model": ours}).load()
+    assert all(map(torch.equal, ours.parameters(), torchs.parameters()))
+
+
+class Grown(nn.Module):
+    """Had one scale for all, and no dimension for it, before version 2."""
+
+    def __init__(self, version: int, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self._version = version
+        self.w, self.scale = nn.Parameter(torch.rand(4, 2)), nn.Parameter(torch.rand(shape))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}scale"] = state[f"{prefix}scale"].expand(4, 1)
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("given", [lambda module: module, lambda module: module.state_dict()], ids=["module", "dict"])
+def test_a_module_that_had_other_shapes_in_an_earlier_version_is_loaded(
+    tmp_path: Path, given: Callable[[nn.Module], Any]
+) -> None:
+    old, new = nn.Sequential(Grown(1, ())), nn.Sequential(Grown(2, (4, 1)))
+    asyncckpt.save(tmp_path, {"model": given(old)}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"model": new}).load()
+    assert torch.equal(new[0].w, old[0].w)
+    assert torch.equal(new[0].scale, old[0].scale.expand(4, 1))
+    with pytest.raises(IncompatibleError, match=r"'model.0.scale' has shape"):
+        asyncckpt.Loader(tmp_path, tensors={"model": nn.Sequential(Grown(2, (3, 1)))}).load()

@@ -215,6 +215,60 @@ def test_an_optimizer_of_other_parameters_or_class_is_refused_before_anything_is
     assert (bits(dict(other.state_dict())), bits(optimizer.state_dict())) == before
 
 
+def test_parameters_in_another_order_are_known_by_name_where_some_are_tied(tmp_path: Path) -> None:
+    def tied() -> nn.Module:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        net[2].weight = net[0].weight
+        return net
+
+    net, other = tied(), tied()
+    asyncckpt.save(tmp_path, {"model": net, "optim": named(net)}, durability="none")
+    target: dict[str, Any] = {"model": other, "optim": named(other)}
+    asyncckpt.Loader(tmp_path, tensors=target).load()
+    target["optim"] = torch.optim.Adam(list(other.parameters())[::-1])
+    with pytest.raises(IncompatibleError, match=r"number 0 is '2.bias', in the checkpoint '0.weight'"):
+        asyncckpt.Loader(tmp_path, tensors=target).load()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.Adafactor, torch.optim.Adadelta])
+def test_parameters_in_another_order_are_known_by_the_shapes_of_their_state(
+    tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    """Where not all have one, no order of the shapes fits."""
+    one, two, three = (nn.Parameter(torch.zeros(size)) for size in (2, 3, 4))
+    optimizer, x = kind([one, two, three]), torch.zeros(1)
+    one.grad = torch.ones(2)
+    optimizer.step()
+    asyncckpt.save(tmp_path, {"x": torch.ones(1), "optim": optimizer}, durability="none")
+    with pytest.raises(IncompatibleError, match="they may be in another order"):
+        asyncckpt.Loader(tmp_path, tensors={"x": x, "optim": kind([two, one, three])}).load()
+    assert not x.any()
+
+
+class Transposing(torch.optim.Optimizer):
+    """Keeps the gradients transposed."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["turned"] = parameter.grad.t().clone()
+
+
+def test_a_state_that_is_transposed_is_not_one_of_another_order(tmp_path: Path) -> None:
+    def autoencoder() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4, bias=False))
+
+    net, other = autoencoder(), autoencoder()
+    optimizer, resumed = Transposing(net.parameters()), Transposing(other.parameters())
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    asyncckpt.save(tmp_path, {"optim": optimizer}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"optim": resumed}).load()
+    assert bits(resumed.state_dict()) == bits(optimizer.state_dict())
+
+
 def tagged(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": list(net.parameters()), "tag": "all", "initial_lr": 3.0}], lr=0.1)
 

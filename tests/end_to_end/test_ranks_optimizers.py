@@ -124,3 +124,29 @@ def test_the_rank_of_a_reader(tmp_path: Path) -> None:
     for wrong in ({"shard_index": 1}, {"shard_num": 2}, {"shard_index": 2, "shard_num": 2}, {"ranks": no_group}):
         with pytest.raises(asyncckpt.UsageError):
             asyncckpt.Loader(root, **wrong)
+
+
+class Exchanges(torch.nn.Module):
+    """Before version 2, a was b."""
+
+    def __init__(self, version: int, a: Any, b: Any) -> None:
+        super().__init__()
+        self._version = version
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if metadata.get("version") == 1:
+            state[f"{prefix}a"], state[f"{prefix}b"] = state[f"{prefix}b"], state[f"{prefix}a"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_a_module_over_dtensors_makes_its_tensors_of_those_that_were_stored(tmp_path: Path) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    asyncckpt.save(tmp_path, {"model": Exchanges(1, torch.ones(4), torch.full((4,), 2.0))}, durability="none")
+    with one_rank_of(1, 2) as mesh:
+        a, b = (DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]) for _ in range(2))
+        model = Exchanges(2, a, b)
+        asyncckpt.Loader(tmp_path, tensors={"model": model}).load()
+        found = [parameter.to_local().tolist() for parameter in (model.a, model.b)]  # type: ignore[attr-defined]
+    assert found == [[2.0, 2.0], [1.0, 1.0]]

@@ -204,6 +204,30 @@ def test_a_loop_does_not_save_what_a_loader_has_left_half_way(tmp_path: Path, is
     assert asyncckpt.list_steps(tmp_path) == [5, 7]
 
 
+@pytest.mark.parametrize(("loads", "saves"), [
+    (lambda model: model, nn.DataParallel),
+    (nn.DataParallel, lambda model: model),
+    (lambda model: model[0], lambda model: model),
+    (lambda model: model, lambda model: model[0]),
+], ids=["wrapped later", "wrapped before", "a part", "a part later"])  # fmt: skip
+def test_a_loop_does_not_save_a_module_around_or_within_what_was_left_half_way(
+    tmp_path: Path, loads: Callable[[nn.Module], nn.Module], saves: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, moody = nn.Sequential(nn.Linear(2, 2)), Moody()
+    state = {"part": loads(model), "moody": moody}
+    asyncckpt.save(tmp_path, state, 5, durability="none")
+    moody.refuses = True
+    with pytest.raises(IncompatibleError, match="filled already"):
+        asyncckpt.Loader(tmp_path, tensors=state).load()
+    with asyncckpt.Checkpointer(tmp_path, every=1, model=saves(model)) as ckpt:
+        with pytest.raises(UsageError, match="loading step 5 has failed"):
+            ckpt.step(6)
+        moody.refuses = False
+        asyncckpt.Loader(tmp_path, tensors=state).load()
+        ckpt.step(7)
+    assert asyncckpt.list_steps(tmp_path) == [5, 7]
+
+
 def test_a_refused_restore_stops_no_save(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"x": torch.ones(2)}, 5, durability="none")
     with asyncckpt.Checkpointer(tmp_path, every=1, x=torch.zeros(3)) as ckpt:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
+from tests.end_to_end.test_module_versions import Doubles
 
 
 def net(fill: float) -> torch.nn.Module:
@@ -51,6 +52,21 @@ def test_names_that_differ_in_a_prefix_alone_get_a_hint(tmp_path: Path, prefix: 
     with pytest.raises(asyncckpt.IncompatibleError) as caught:
         asyncckpt.Loader(tmp_path / "other", tensors={"model": net(0.0)}).load()
     assert "differ only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrap", [name for name in WRAPS if name != "bare"])
+def test_the_state_dict_of_a_wrapper_loads_into_a_module_that_is_wrapped_so(tmp_path: Path, wrap: str) -> None:
+    source, target = Doubles(1.0), Doubles()
+    source._version = 1
+    model = torch.nn.Sequential(torch.nn.ModuleDict({"module": source}))
+    asyncckpt.save(tmp_path, {"a": [WRAPS[wrap](model).state_dict()], "b": WRAPS[wrap](source).state_dict()})
+    asyncckpt.Loader(tmp_path, tensors={"b": WRAPS[wrap](target)}).load()
+    assert target.w.tolist() == [2.0] * 3
+    model = torch.nn.Sequential(torch.nn.ModuleDict({"module": target}))
+    report = asyncckpt.Loader(tmp_path, tensors={"a": [WRAPS[wrap](model)]}).load()
+    assert target.w.tolist() == [2.0] * 3
+    assert [seen["version"] for seen in target.seen] == [1, 1]
+    assert report.missing == ()
 
 
 def test_the_state_of_a_checkpointer_is_not_that_of_dense_state_of(tmp_path: Path) -> None:

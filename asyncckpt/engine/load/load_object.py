@@ -8,16 +8,21 @@ Fused steps take the strides of a parameter for those of its state unseen: so it
 
 A module may say more in its state_dict() than its load_state_dict() takes: quantized weights say how they are
 quantized. That is all right where it was filled in place, for it is live, or where it is what was stored anyway.
+
+A module that makes its tensors of older ones when it loads them gets copies: it could exchange two of its own, or
+change one twice that is there under two names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import copy
 from typing import Any
 
 import torch
 
 from asyncckpt.plan.object_checks import memory_of
+from asyncckpt.plan.wrapped_names import without_sure_parts
 
 
 def load_object(owner: Any, state: Any, *, as_stored: Collection[object]) -> None:
@@ -31,13 +36,40 @@ def load_object(owner: Any, state: Any, *, as_stored: Collection[object]) -> Non
         _put_back(owner, state, as_stored)
         _like_parameters(owner)
     elif _loads_as(torch.nn.Module, owner):
-        said = owner.load_state_dict(state, strict=False)
+        said = owner.load_state_dict(_copied(owner, state), strict=False)
         unexpected = _not_taken(owner, state, said.unexpected_keys) if said.unexpected_keys else []
         found = {"Missing": said.missing_keys, "Unexpected": unexpected}
         if any(found.values()):
             raise RuntimeError("; ".join(f"{what} key(s) {keys}" for what, keys in found.items() if keys))
     else:
-        owner.load_state_dict(state)
+        is_module = isinstance(owner, torch.nn.Module) and isinstance(state, Mapping)
+        owner.load_state_dict(_copied(owner, state) if is_module else state)
+
+
+def _copied(owner: torch.nn.Module, state: Any) -> Any:
+    """Return the state dict of a module with copies of what others than torch make something of."""
+    changing = [name for name, module in owner.named_modules(remove_duplicate=False) if _changes_state(module)]
+    if not changing:
+        return state
+    # A wrapper may leave itself out of the names of its state dict.
+    begins = tuple(without_sure_parts(f"{name}.") if name else "" for name in changing)
+    copies: dict[object, torch.Tensor] = {}
+    found = copy(state)  # With its _metadata.
+    for key, value in state.items():
+        is_theirs = type(key) is str and without_sure_parts(key).startswith(begins)
+        is_copyable = _is_plain(value) or hasattr(value, "to_local")  # A DTensor.
+        if is_theirs and is_copyable and (place := memory_of(value)) is not None:
+            if place not in copies:
+                copies[place] = value.detach().clone()
+            found[key] = copies[place]
+    return found
+
+
+def _changes_state(module: torch.nn.Module) -> bool:
+    """Return whether code that is not torch's may change a state dict that a module gets."""
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    loading = (module.load_state_dict, module._load_from_state_dict, *(getattr(hook, "func", hook) for hook in hooks))
+    return not all(str(getattr(by, "__module__", "")).startswith(("torch.", "asyncckpt.")) for by in loading)
 
 
 def _loads_as(base: Any, owner: Any) -> bool:

@@ -32,21 +32,14 @@ from asyncckpt.engine.process.half_filled import half_filled
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError, warn
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.mappings import MAPPINGS
-from asyncckpt.format.module_facts import metadata_in
 from asyncckpt.format.tree import (
     VALUE,
-    Node,
     descend,
-    key_value,
     leaf_of,
     leaves,
-    mapping_node,
-    metadata_for,
     module_metadata,
     path_name,
     rebuild,
-    state_dict_of,
     tensor_paths,
     unique_names,
     with_metadata,
@@ -219,8 +212,6 @@ def load_open(
         bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
-    if request.filter_func is None:
-        give_versions(request.state, contents.tree)
     half_filled.forget(request.state, request.tables)
     if is_verified:
         mark_verified(root, chain)
@@ -307,8 +298,11 @@ def empty_companions(emptied: Iterable[TableLoadPlan], plan: LoadPlan) -> None:
 
 def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPath, Any]) -> None:
     """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt, which share
-    memory as they did.
+    memory as they did. State dicts of torch, which have the stored tensors now, get the versions of these.
     """
+    for item in plan.state_dicts:
+        if plan.metadata[item.path] != module_metadata(item.tree):
+            item.owner._metadata = plan.metadata[item.path]
     as_stored = frozenset(plan.memory_of_stored_dtype())
     if contents.shared:
         plain = {path: tensor for path, tensor in rebuilt.items() if type(tensor) is torch.Tensor}
@@ -329,20 +323,6 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
                 f"load_state_dict of {path_name(item.path)!r} failed: {type(error).__name__}: {error}",
                 hint="tables and tensors are filled already",
             ) from error
-
-
-def give_versions(own: Any, stored: Node) -> None:
-    """Set the stored `_metadata` on the state dicts of torch in a state, which have the stored tensors now."""
-    stored = state_dict_of(stored)
-    if (metadata := metadata_in(own)) is not None and module_metadata(stored) is not None:
-        own._metadata = metadata_for(mapping_node("ordered", tuple(own), [VALUE] * len(own), metadata), stored)
-    elif stored[0] in ("list", "tuple") and isinstance(own, (list, tuple)):
-        for item, node in zip(own, stored[1], strict=False):
-            give_versions(item, node)
-    elif stored[0] in MAPPINGS and isinstance(own, Mapping):
-        for key, node in zip(stored[1], stored[2], strict=True):
-            if len(node) > 1 and key_value(key) in own.keys():  # noqa: SIM118 - a TensorDict asks for that.
-                give_versions(own[key_value(key)], node)
 
 
 def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents, metadata: Any) -> Any:

@@ -1,6 +1,7 @@
 """Objects that a load has begun to fill: where it has failed, they are of no step until a load of them succeeds.
 
-They are known by what they are, not by who loads: a Loader beside a PeriodicSaver, or an earlier Checkpointer.
+They are known by what they are, not by who loads: a Loader beside a PeriodicSaver, or an earlier Checkpointer. Of a
+module each one within counts: the loop may save what holds it, such as DDP, or is held.
 """
 
 from __future__ import annotations
@@ -8,6 +9,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
+
+from asyncckpt.plan.wrapped_names import unwrapped
 
 
 class HalfFilled:
@@ -46,5 +51,7 @@ def _owners(state: Any) -> Iterator[Any]:
     if isinstance(state, (list, tuple)):
         for item in state:
             yield from _owners(item)
+    elif isinstance(state, torch.nn.Module):
+        yield from unwrapped(state).modules()
     else:
         yield state
