@@ -191,11 +191,12 @@ def _other_shapes(own: torch.optim.Optimizer, parameters: Mapping[Any, Any], sta
         wanted = {number: tuple(parameters[number].shape) for number in shapes}
         if shapes == wanted:
             continue
-        if (is_torchs and key in _LIKE_PARAMETERS) or sorted(shapes.values()) == sorted(wanted.values()):
+        is_order = sorted(shapes.values()) == sorted(wanted.values())
+        if is_order or (is_torchs and key in _LIKE_PARAMETERS):
             number = next(number for number in shapes if shapes[number] != wanted[number])
             yield (
                 f"has a parameter {number} of shape {wanted[number]}, its {key!r} in the checkpoint has "
-                f"{shapes[number]}: they may be in another order"
+                f"{shapes[number]}{': they may be in another order' if is_order else ''}"
             )
             return
 
