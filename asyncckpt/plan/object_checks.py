@@ -171,7 +171,9 @@ def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown:
     base = next(base for base in CLASSES_OF if isinstance(own, base))
     ours, theirs = (next((name for name in item if hasattr(CLASSES_OF[base], name)), None) for item in (names, classes))
     lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER
-    if not (ours and theirs) and (base is lr_scheduler.LRScheduler or not (lacking and unknown)):
+    # A scheduler within another one is stored without its classes: keys tell whether it is the one that is here.
+    is_foreign = base is lr_scheduler.LRScheduler and (classes or ours != names[0])
+    if not (ours and theirs) and (is_foreign or not (lacking and unknown)):
         return None
     saved = f"state of {next(iter(classes))!r}" if classes else "state of another class"
     differ = f", which differs in {sorted(lacking | unknown)}" if lacking or unknown else ""
@@ -216,4 +218,5 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str]) -> Iterator[s
             yield f"has {len(mine)} of {key!r}, the checkpoint {len(theirs)}"
         elif key == "_schedulers" and isinstance(mine, list) and isinstance(theirs, list):
             for inner, state_of_inner in zip(own._schedulers, theirs, strict=True):
-                yield from _of_scheduler(inner, state_of_inner, ()) if _is_known(inner) else ()
+                for what in _of_scheduler(inner, state_of_inner, ()) if _is_known(inner) else ():
+                    yield f"holds one that {what}"

@@ -114,7 +114,14 @@ def test_options_that_a_scheduler_puts_into_groups_are_none_of_the_optimizer(
         lambda: lr_scheduler.ExponentialLR(optimizer(), 0.9),
         "is of class 'ExponentialLR'",
     ),
-], ids=["lambdas", "schedulers", "class"])  # fmt: skip
+    (
+        lambda it: lr_scheduler.SequentialLR(it, [lr_scheduler.StepLR(it, 1), lr_scheduler.StepLR(it, 2)], [2]),
+        lambda: lr_scheduler.SequentialLR(
+            it := optimizer(), [lr_scheduler.StepLR(it, 1), lr_scheduler.CosineAnnealingLR(it, 2)], [2]
+        ),
+        "holds one that is of class 'CosineAnnealingLR', the checkpoint has the state of another class",
+    ),
+], ids=["lambdas", "schedulers", "class", "class within"])  # fmt: skip
 def test_what_objects_do_not_take_says_what_helps(
     tmp_path: Path, was: Callable[[Any], Any], now: Callable[[], Any], why: str
 ) -> None:
