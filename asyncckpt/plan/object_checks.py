@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 from asyncckpt.errors import CheckpointError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import VALUE, Path, descend, leaves, path_name, rebuild
-from asyncckpt.model.object_classes import CLASSES_OF, class_names
+from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_torchs
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import Rebuilt
 from asyncckpt.plan.wrapped_names import bare_name
@@ -169,7 +169,7 @@ def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown:
     if not set(names).isdisjoint(classes):
         return None
     base = next(base for base in CLASSES_OF if isinstance(own, base))
-    ours, theirs = (next((name for name in item if hasattr(CLASSES_OF[base], name)), None) for item in (names, classes))
+    ours, theirs = (next((name for name in item if is_torchs(name, base)), None) for item in (names, classes))
     lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER
     # A scheduler within another one is stored without its classes: keys tell whether it is the one that is here.
     is_foreign = base is lr_scheduler.LRScheduler and (classes or ours != names[0])

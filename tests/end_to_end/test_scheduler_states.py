@@ -136,7 +136,8 @@ def test_what_objects_do_not_take_says_what_helps(
 @pytest.mark.parametrize(("now", "why"), [
     (lambda it: lr_scheduler.ExponentialLR(it, 0.9), "is of class 'ExponentialLR', .* state of 'StepLR'"),
     (lambda it: lr_scheduler.LambdaLR(it, lambda _: 1.0), "is of class 'LambdaLR', .* state of 'StepLR'"),
-], ids=["exponential", "lambda"])  # fmt: skip
+    (lambda it: torch.optim.swa_utils.SWALR(it, 0.1), "is of class 'SWALR', .* state of 'StepLR'"),
+], ids=["exponential", "lambda", "averaged"])  # fmt: skip
 def test_another_scheduler_is_refused_before_anything_is_touched(
     tmp_path: Path, now: Callable[[Any], Any], why: str
 ) -> None:
