@@ -27,9 +27,10 @@ from asyncckpt.snapshot.layer_rows import IdsReader
 
 
 class ExportedTable:
-    """A table of the checkpoint. `rows_count` counts the rows that were given out."""
+    """A table of the checkpoint. `rows_count` counts the rows that were given out. Warns of one that is a part."""
 
     def __init__(self, table: StoredTable, reader: ChainReader) -> None:
+        table.warn_of_part()
         self.name = table.name
         self.rows_count = 0
         self._reader = reader

@@ -164,20 +164,16 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self._noted = None
         self._begun_step = trainer.global_step
         self._checkpointer = checkpointer.__enter__()
-        # At the end of training the others may put averages in the place of the weights.
+        # The others count steps that they begin, and at the end put averages in the place of the weights.
         trainer.callbacks = [_BeforeOthers(self), *trainer.callbacks]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._rng is not None and (batch_idx > 0 or trainer.fit_loop.restarted_mid_epoch):
-            RngState().load_state_dict(self._rng)  # In the middle of an epoch, making its iterator again has drawn.
-        self._rng = None
         noted = self._noted
-        if noted is None or noted.step != trainer.global_step:
-            return
-        if batch_idx == 0:
-            noted.go_on(before_first_batch, trainer)
-        else:
-            noted.begin_next_batch()
+        self._set_rng(trainer, batch_idx)
+        if batch_idx == 0 and noted is not None and noted.step == trainer.global_step:
+            states = noted.callbacks
+            noted.go_on(before_first_batch, trainer)  # Until here the epoch would begin again, with all that it does.
+            noted.callbacks, noted.next_begun, noted.is_followed = states, True, False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._last_step:  # Else in the middle of accumulated gradients.
@@ -265,9 +261,29 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
                 noted.loops = before_epoch_end(noted.next_batch)
         noted.is_followed = validates or fit_loop.epoch_loop._num_ready_batches_reached()
         if noted.is_followed:
-            noted.callbacks = copied(call._call_callbacks_state_dict(trainer))
+            noted.callbacks = self._states_of_others(trainer)
         if validates and trainer.world_size == 1:
             noted.norms = norms_of(trainer.lightning_module)
+
+    def _set_rng(self, trainer: Any, batch_idx: int) -> None:
+        if self._rng is not None and (batch_idx > 0 or trainer.fit_loop.restarted_mid_epoch):
+            RngState().load_state_dict(self._rng)  # In the middle of an epoch, making its iterator again has drawn.
+        self._rng = None
+
+    def _before_batch(self, trainer: Any, batch_idx: int) -> None:
+        noted = self._noted
+        if batch_idx > 0:
+            self._set_rng(trainer, batch_idx)
+        if noted is None or noted.step != trainer.global_step or noted.next_begun:
+            return
+        noted.callbacks = self._states_of_others(trainer)
+        if batch_idx > 0:
+            noted.loops, noted.norms = noted.next_batch, None
+            noted.next_begun, noted.is_followed = True, False
+
+    def _states_of_others(self, trainer: Any) -> dict[str, Any]:
+        others = (other for other in trainer.callbacks if other is not self)
+        return copied({other.state_key: state for other in others if (state := other.state_dict())})
 
     def _tell(self, *, save: bool, score: float = math.nan) -> None:
         noted = self._noted
@@ -293,10 +309,9 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
             return
         if noted.loops is not None:
             checkpoint["loops"]["fit_loop"] = noted.loops
-        if noted.callbacks is not None:
-            checkpoint["callbacks"] = dict(noted.callbacks)
-        own = {**checkpoint["callbacks"][self.state_key], "rng": noted.rng}
-        checkpoint["callbacks"][self.state_key] = own
+        states = checkpoint["callbacks"]
+        own = {**states[self.state_key], "rng": noted.rng}
+        checkpoint["callbacks"] = {**(states if noted.callbacks is None else noted.callbacks), self.state_key: own}
 
     def _end(self, trainer: Any, error: BaseException | None) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
@@ -306,10 +321,15 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
 
 
 class _BeforeOthers(_callbacks.Callback):  # type: ignore[misc, name-defined]
-    """Ends the saving of a fit before any other callback ends: Lightning calls those that save last."""
+    """Ends the saving of a fit before any other callback ends, and notes their states before any of them begins a step:
+    Lightning calls those that save last.
+    """
 
     def __init__(self, saving: AsyncCheckpoint) -> None:
         self._saving = saving
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._saving._before_batch(trainer, batch_idx)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._saving.on_train_end(trainer, pl_module)

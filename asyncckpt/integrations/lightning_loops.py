@@ -77,8 +77,9 @@ class NotedStep:
 
     loops        where the fit goes on; None if the loaders have more to say of their positions than is short
     next_batch   the same for when the next batch has begun
-    callbacks    their states, before a validation or the end of an epoch changes them
+    callbacks    states of the others, before a validation, the end of an epoch or the next step changes them
     is_followed  whether a validation or the end of the epoch comes after it
+    next_begun   whether the next step has begun; then it is trained again from its first batch
     is_told      whether it was said to the Checkpointer
     norms        of the weights, before a validation in which others may stand in their place
     """
@@ -90,6 +91,7 @@ class NotedStep:
     callbacks: dict[str, Any] | None = None
     norms: Sequence[torch.Tensor] | None = None
     is_followed: bool = False
+    next_begun: bool = False
     is_told: bool = False
 
     def go_on(self, place: Callable[[dict[str, Any]], dict[str, Any]], trainer: Any) -> None:
@@ -99,9 +101,6 @@ class NotedStep:
             positions = {"state_dict": self.loops["state_dict"]} if place is before_first_batch else {}
             # The loaders have gone ahead where a batch has begun.
             self.loops = {**place(trainer.fit_loop.state_dict()), **positions}
-
-    def begin_next_batch(self) -> None:
-        self.loops, self.callbacks, self.norms, self.is_followed = self.next_batch, None, None, False
 
 
 def norms_of(module: torch.nn.Module) -> Sequence[torch.Tensor]:

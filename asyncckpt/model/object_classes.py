@@ -9,10 +9,18 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 # Where torch has those that are derived from these.
-CLASSES_OF: dict[type, ModuleType] = {torch.optim.Optimizer: torch.optim, lr_scheduler.LRScheduler: lr_scheduler}
+CLASSES_OF: dict[type, tuple[ModuleType, ...]] = {
+    torch.optim.Optimizer: (torch.optim,),
+    lr_scheduler.LRScheduler: (lr_scheduler, swa_utils),
+}
+
+
+def is_torchs(name: str, base: type) -> bool:
+    """Return whether torch has a class of this name among those that are derived from a base of `CLASSES_OF`."""
+    return any(hasattr(module, name) for module in CLASSES_OF[base])
 
 
 def class_names(owner: Any) -> tuple[str, ...]:

@@ -331,10 +331,10 @@ class _Match:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         passes = "; a Loader with strict=False lets missing and unexpected entries pass" if self.passing else ""
         cast = "; cast=True converts dtypes" if self.could_be_cast else ""
-        by_hand = "; leave such an object out of the load, or give it what asyncckpt.load returns by load_state_dict"
+        as_it_was = "; make such an object as the one that was saved, or leave it out of the load"
         raise IncompatibleError(
             f"checkpoint of step {self._chain.step} does not fit the model, {count}: {shown}{more}",
-            hint=f"nothing was changed{passes}{hint}{cast}{by_hand if self.of_objects else ''}",
+            hint=f"nothing was changed{passes}{hint}{cast}{as_it_was if self.of_objects else ''}",
         )
 
     def check_encodings(self, plan: LoadPlan) -> None:

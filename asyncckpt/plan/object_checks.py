@@ -14,7 +14,7 @@ were: one may have been made before its optimizer got the last ones.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 from asyncckpt.errors import CheckpointError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import VALUE, Path, descend, leaves, path_name, rebuild
-from asyncckpt.model.object_classes import CLASSES_OF, class_names
+from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_torchs
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import Rebuilt
 from asyncckpt.plan.wrapped_names import bare_name
@@ -172,9 +172,11 @@ def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown:
     if not set(names).isdisjoint(classes):
         return None
     base = next(base for base in CLASSES_OF if isinstance(own, base))
-    ours, theirs = (next((name for name in item if hasattr(CLASSES_OF[base], name)), None) for item in (names, classes))
+    ours, theirs = (next((name for name in item if is_torchs(name, base)), None) for item in (names, classes))
     lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER
-    if not (ours and theirs) and (base is lr_scheduler.LRScheduler or not (lacking and unknown)):
+    # A scheduler within another one is stored without its classes: keys tell whether it is the one that is here.
+    is_foreign = base is lr_scheduler.LRScheduler and (classes or ours != names[0])
+    if not (ours and theirs) and (is_foreign or not (lacking and unknown)):
         return None
     saved = f"state of {next(iter(classes))!r}" if classes else "state of another class"
     differ = f", which differs in {sorted(lacking | unknown)}" if lacking or unknown else ""
@@ -196,9 +198,10 @@ def _other_shapes(own: torch.optim.Optimizer, parameters: Mapping[Any, Any], sta
             continue  # Others may keep it transposed.
         if (is_torchs and key in _LIKE_PARAMETERS) or sorted(shapes.values()) == sorted(wanted.values()):
             number = next(number for number in shapes if shapes[number] != wanted[number])
+            is_order = not Counter(shapes.values()) - Counter(tuple(item.shape) for item in parameters.values())
             yield (
                 f"has a parameter {number} of shape {wanted[number]}, its {key!r} in the checkpoint has "
-                f"{shapes[number]}: they may be in another order"
+                f"{shapes[number]}{': they may be in another order' if is_order else ''}"
             )
             return
 
@@ -220,4 +223,5 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str]) -> Iterator[s
             yield f"has {len(mine)} of {key!r}, the checkpoint {len(theirs)}"
         elif key == "_schedulers" and isinstance(mine, list) and isinstance(theirs, list):
             for inner, state_of_inner in zip(own._schedulers, theirs, strict=True):
-                yield from _of_scheduler(inner, state_of_inner, ()) if _is_known(inner) else ()
+                for what in _of_scheduler(inner, state_of_inner, ()) if _is_known(inner) else ():
+                    yield f"holds one that {what}"

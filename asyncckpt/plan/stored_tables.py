@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncckpt.errors import CorruptError
+from asyncckpt.errors import CorruptError, warn
 from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.table import Role
-from asyncckpt.model.table_shard import Shard, buckets_of
+from asyncckpt.model.table_shard import Shard, buckets_of, described, make_up
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,13 @@ class StoredTable:
     def layers(self) -> list[StoredLayer]:
         """All layers of all shards."""
         return [layer for shard in self.shards for layer in shard.layers]
+
+    def warn_of_part(self) -> None:
+        """Warn if not all of the table is there, before it goes where nothing tells of shards."""
+        held = [shard.shard for shard in self.shards]
+        if not make_up(held):
+            only = ", ".join(map(described, held[:8]))
+            warn(f"asyncckpt: the checkpoint has only a part of table {self.name!r}: {only}", RuntimeWarning)
 
 
 # Of a manifest: its layers by rank and table.

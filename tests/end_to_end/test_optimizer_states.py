@@ -269,6 +269,34 @@ def test_a_state_that_is_transposed_is_not_one_of_another_order(tmp_path: Path) 
     assert bits(resumed.state_dict()) == bits(optimizer.state_dict())
 
 
+def wider(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([nn.Parameter(torch.ones(9, 9)), *list(net.parameters())[1:]])
+
+
+def test_a_model_of_other_shapes_is_not_said_to_have_another_order(tmp_path: Path) -> None:
+    saved(tmp_path, lambda net: torch.optim.Adam(net.parameters()))
+    with pytest.raises(IncompatibleError, match=r"'optim' has a parameter 0 of shape \(9, 9\)") as raised:
+        asyncckpt.Loader(tmp_path, tensors={"optim": wider(model())}).load()
+    assert "order" not in str(raised.value)
+
+
+@pytest.mark.parametrize("now", [named_backwards, unnamed_backwards], ids=["named", "unnamed"])
+def test_what_a_refusal_of_an_optimizer_says_helps(tmp_path: Path, now: Make) -> None:
+    """load_state_dict by hand would give moments to other parameters without a word: it is not what helps."""
+    net, optimizer = saved(tmp_path, named)
+    other = model(seed=1)
+    hint = "make such an object as the one that was saved, or leave it out of the load"
+    with pytest.raises(IncompatibleError, match=hint) as raised:
+        asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": now(other)}).load()
+    assert "load_state_dict" not in str(raised.value)
+    resumed = named(other)
+    asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": resumed}).load()
+    assert bits(resumed.state_dict()) == bits(optimizer.state_dict())
+    left_out = model(seed=2)
+    asyncckpt.Loader(tmp_path, tensors={"model": left_out}).load()
+    assert bits(dict(left_out.state_dict())) == bits(dict(net.state_dict()))
+
+
 def tagged(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": list(net.parameters()), "tag": "all", "initial_lr": 3.0}], lr=0.1)
 

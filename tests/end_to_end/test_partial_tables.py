@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import asyncckpt
 from asyncckpt.errors import IncompatibleError, UsageError
-from asyncckpt.formats import recis
+from asyncckpt.formats import parquet, recis
 
 IDS_COUNT = 100
 
@@ -41,6 +42,18 @@ def test_a_part_that_is_saved_knowingly_does_not_load_as_the_whole(tmp_path: Pat
     with pytest.warns(RuntimeWarning, match="only a part of table 'user': shard 1 of 2"):
         assert len(asyncckpt.load(tmp_path, tables=True)["user"]["id"]) == 50
     assert asyncckpt.Loader(tmp_path, hashtables={"user": part}).load().rows == {"user": 25}
+
+
+@pytest.mark.parametrize("library", [parquet, recis], ids=["parquet", "recis"])
+def test_a_part_that_is_exported_is_told(library: Any, tmp_path: Path) -> None:
+    """What is written for another library says nothing of shards, so it would be taken for the whole."""
+    if library is parquet:
+        pytest.importorskip("pyarrow")
+    alone = asyncckpt.RankOptions(alone=True)
+    with asyncckpt.Saver(path=tmp_path / "run", hashtables={"user": part_of(1, 2)}, ranks=alone) as saver:
+        saver.save(1)
+    with pytest.warns(RuntimeWarning, match="only a part of table 'user': shard 1 of 2"):
+        assert library.export_checkpoint(tmp_path / "run", tmp_path / "out").rows == {"user": 50}
 
 
 def test_a_rank_that_saves_alone_is_in_no_group() -> None:

@@ -26,7 +26,7 @@ REMAINING: dict[str, str] = {
 }
 # These do something when an epoch begins or ends. Lightning's own saving has no place between that and the next batch,
 # and ours has: it goes on there, so that the resumed run does that as often as the whole one.
-NEITHER = frozenset({"ModelPruning", "StochasticWeightAveraging"})
+NEITHER = frozenset({"BackboneFinetuning", "ModelPruning", "StochasticWeightAveraging"})
 MET: dict[str, set[str]] = {}
 
 

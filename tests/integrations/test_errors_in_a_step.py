@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from transformers import TrainerCallback
 
 import asyncckpt
 from asyncckpt.integrations.lightning import AsyncCheckpoint
 from tests.integrations import lightning_job, transformers_job
+from tests.integrations.lightning_callbacks import Raising
 from tests.integrations.lightning_job import Model, batches
 
 
@@ -74,6 +76,57 @@ def test_lightning(batch: int, accumulated: int, tmp_path: Path) -> None:
     assert parts.trainer.global_step == whole.trainer.global_step
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, parts.state_dict()[name])
+
+
+COUNTED = (
+    "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_before_optimizer_step",
+    "on_train_batch_end", "on_train_epoch_end",
+)  # fmt: skip
+
+
+class Counting(callbacks.Callback):
+    """Counts calls of its hooks, and remembers what it drew when a batch began."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(COUNTED, 0)
+        self.drawn: list[float] = []
+        for hook in COUNTED:
+            setattr(self, hook, lambda *_, hook=hook: self._count(hook))
+
+    def _count(self, hook: str) -> None:
+        self.counts[hook] += 1
+        if hook == "on_train_batch_start":
+            self.drawn = [*self.drawn, torch.rand(()).item()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts), "drawn": self.drawn}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counts.update(state_dict["counts"])
+        self.drawn = list(state_dict["drawn"])
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(("hook", "epochs"), [
+    ("on_train_batch_start", 1.4), ("on_before_backward", 1.4), ("on_before_optimizer_step", 1.4),
+    ("on_before_backward", 1.0), ("on_before_optimizer_step", 1.0),
+])  # fmt: skip
+def test_callbacks_of_lightning_count_a_step_that_failed_once(
+    hook: str, epochs: float, accumulated: int, tmp_path: Path
+) -> None:
+    def fitted(place: Path, *more: Any) -> Counting:
+        counting, saved = Counting(), AsyncCheckpoint(place, every_n_train_steps=100)
+        running = lightning_job.trainer(place, counting, saved, *more, accumulate_grad_batches=accumulated)
+        running.fit(Model(), batches(), ckpt_path="last")
+        return counting
+
+    whole = fitted(tmp_path / "whole")
+    with pytest.raises(ValueError, match="broken"):
+        fitted(tmp_path / "parts", Raising(hook, int(epochs * 10) // accumulated, ValueError("broken")))
+    assert asyncckpt.list_steps(tmp_path / "parts") == [int(epochs * 10) // accumulated]
+    parts = fitted(tmp_path / "parts")
+    assert parts.counts == whole.counts
+    assert epochs == 1.0 or parts.drawn == whole.drawn
 
 
 def test_a_run_that_begins_anew_with_smaller_batches_is_ended(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from asyncckpt.engine.load.shared_tensors import is_dense, orders_alone, shared_again
-from asyncckpt.errors import CorruptError, UsageError, warn
+from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.mappings import MAPPINGS
@@ -31,7 +31,7 @@ from asyncckpt.format.tree import (
 )
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.table import ID_COLUMN, Column, TableCut, TableSchema
-from asyncckpt.model.table_shard import Shard, described, make_up
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, writable
 from asyncckpt.plan.stored_tables import StoredTable
@@ -80,7 +80,7 @@ class WholeState:
         in_place = [writable(stored[path].name, path, leaf) for path, leaf in self._made.items()]
         self.targets = DenseTargets(tuple(in_place), (), ())
         self.tables = {name: _columns_of(chain, contents.tables[name], wanted) for name in _chosen(contents, wanted)}
-        self._held = {name: [shard.shard for shard in contents.tables[name].shards] for name in self.tables}
+        self._stored = [contents.tables[name] for name in self.tables]
         for name in self.tables:
             if name in top or name in self._renamed:
                 raise UsageError(
@@ -90,10 +90,8 @@ class WholeState:
 
     def tree(self) -> dict[str, Any]:
         """Return the state; its leaves are the filled targets themselves, but for those that share memory again."""
-        for name, held in self._held.items():
-            if held and not make_up(held):
-                only = ", ".join(map(described, held[:8]))
-                warn(f"asyncckpt: the checkpoint has only a part of table {name!r}: {only}", RuntimeWarning)
+        for table in self._stored:
+            table.warn_of_part()
         leaves = shared_again(self._made, self._shared)
         filled = iter([leaf_of(node, leaves[path]) for path, node in self._kinds.items()])
         state: dict[str, Any] = rebuild(self._node, filled, iter(self._values))
