@@ -135,10 +135,14 @@ def _is_known(own: Any) -> bool:
 
 
 def memory_of(tensor: Any) -> object:
-    """Return where a tensor is, or what of a spread one is here: the same for a parameter and for what is loaded."""
+    """Return where a tensor is, or what of a spread one is here: the same for a parameter and for what is loaded.
+
+    The same memory as other numbers, such as a view of another dtype, is another place.
+    """
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     address = local.data_ptr() if local.numel() else 0
-    return (address, tuple(local.shape), local.stride()) if address else None
+    form = tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg()
+    return (address, *form) if address else None
 
 
 def form_of(stored: StoredDense | None) -> torch.Tensor:

@@ -203,6 +203,27 @@ def test_a_module_makes_its_tensors_of_those_that_were_stored_and_not_of_what_it
     assert all(map(torch.equal, ours.parameters(), torchs.parameters()))
 
 
+class Views(nn.Module):
+    """Has the same memory as other numbers, too, and code of its own that loads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(4))
+        self.register_buffer("bits", self.weight.view(torch.int32))
+        self.register_buffer("waves", torch.randn(4, dtype=torch.complex64))
+        self.register_buffer("mirrored", self.waves.conj())
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+def test_a_module_gets_what_lies_in_the_same_memory_each_as_the_numbers_that_it_is(tmp_path: Path) -> None:
+    trained, fresh = Views(), Views()
+    asyncckpt.save(tmp_path, {"model": trained}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"model": fresh}).load()
+    assert all(map(torch.equal, fresh.buffers(), trained.buffers()))
+
+
 class Grown(nn.Module):
     """Had one scale for all, and no dimension for it, before version 2."""
 
