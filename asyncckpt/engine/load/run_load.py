@@ -23,7 +23,7 @@ from asyncckpt.commit.discover import committed_steps, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.commit.verified import mark_verified
 from asyncckpt.devices.current_runtime import check_not_capturing
-from asyncckpt.engine.load.load_object import load_object
+from asyncckpt.engine.load.load_object import load_object, parameters_at
 from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
 from asyncckpt.engine.load.shared_tensors import shared_again
 from asyncckpt.engine.load.verify import verify_blocks
@@ -303,7 +303,8 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
     for item in plan.state_dicts:
         if plan.metadata[item.path] != module_metadata(item.tree):
             item.owner._metadata = plan.metadata[item.path]
-    as_stored = frozenset(plan.memory_of_stored_dtype())
+    # Known before modules are loaded, which may put their parameters elsewhere.
+    as_stored = parameters_at(frozenset(plan.memory_of_stored_dtype()), [item.owner for item in plan.objects])
     if contents.shared:
         plain = {path: tensor for path, tensor in rebuilt.items() if type(tensor) is torch.Tensor}
         rebuilt = {**rebuilt, **shared_again(plain, contents.shared)}
