@@ -33,9 +33,11 @@ def parameters_at(places: Collection[object], owners: Iterable[Any]) -> Mapping[
     return {id(each): each.dtype for each in parameters if memory_of(each) in places}
 
 
-def load_object(owner: Any, state: Any, *, as_stored: Mapping[int, torch.dtype]) -> None:
+def load_object(
+    owner: Any, state: Any, *, as_stored: Mapping[int, torch.dtype], not_given: Collection[str] = ()
+) -> None:
     """Call load_state_dict of an object. as_stored: the ids of parameters that have got the dtype that was stored, and
-    which that is.
+    which that is. not_given: keys that a module does without, unless its load_state_dict is not torch's.
 
     Raises what the object raises, RuntimeError for keys of a module that do not fit.
     """
@@ -44,9 +46,11 @@ def load_object(owner: Any, state: Any, *, as_stored: Mapping[int, torch.dtype])
         _put_back(owner, state, as_stored)
         _like_parameters(owner)
     elif _loads_as(torch.nn.Module, owner):
+        for key in not_given:
+            del state[key]
         said = owner.load_state_dict(_copied(owner, state), strict=False)
         unexpected = _not_taken(owner, state, said.unexpected_keys) if said.unexpected_keys else []
-        found = {"Missing": said.missing_keys, "Unexpected": unexpected}
+        found = {"Missing": [] if not_given else said.missing_keys, "Unexpected": unexpected}
         if any(found.values()):
             raise RuntimeError("; ".join(f"{what} key(s) {keys}" for what, keys in found.items() if keys))
     else:
@@ -88,7 +92,7 @@ def _loads_as(base: Any, owner: Any) -> bool:
 
 def _not_taken(owner: torch.nn.Module, state: Mapping[str, Any], unexpected: Collection[str]) -> list[str]:
     own = owner.state_dict()
-    return [key for key in unexpected if key not in own or not _is_there(own[key], state[key])]
+    return [key for key in unexpected if key not in own or not _is_there(own[key], state.get(key))]
 
 
 def _is_there(own: Any, given: Any) -> bool:

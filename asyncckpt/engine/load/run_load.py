@@ -316,7 +316,8 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
-                load_object(item.owner, state, as_stored=as_stored)
+                not_given = [item.wrapped.get(key, key) for key in plan.not_given.get(item.path, ())]
+                load_object(item.owner, state, as_stored=as_stored, not_given=not_given)
         except CheckpointError:
             raise
         except Exception as error:
