@@ -38,7 +38,7 @@ _MAY_DIFFER = frozenset(
     ("params", "param_names", "initial_lr", "foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
 ) | {"decoupled_weight_decay", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # Of schedulers, what load_state_dict asks for; the first two have one item for each of those that it goes through.
-_ASKED_FOR = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
+_ASKED_FOR = ("lr_lambdas", "_schedulers", "_scale_fn_custom", "threshold_mode")
 _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
 
 
