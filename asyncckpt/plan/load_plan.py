@@ -72,10 +72,8 @@ class TableLoadPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is loaded. metadata: of modules and `state_dicts`. not_given: to modules, see module_sources.py. apart:
-    targets that overlap, see overlapping_targets.py.
-
-    is_empty: nothing of what the targets ask for.
+    """All that is loaded. metadata: of modules and `state_dicts`. not_given: see module_sources.py. apart: targets that
+    overlap, see overlapping_targets.py. is_empty: nothing of what the targets ask for.
     """
 
     dense: tuple[DenseLoad, ...]
