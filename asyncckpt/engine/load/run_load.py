@@ -59,6 +59,7 @@ from asyncckpt.plan.unwrapped_contents import as_targets_name_it
 from asyncckpt.plan.wrapped_names import with_wrapped_names
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
+from asyncckpt.tables.noted_tables import with_notes
 
 NAMES_SHOWN_MAX = 8
 
@@ -302,7 +303,7 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
     """
     for item in plan.state_dicts:
         if plan.metadata[item.path] != module_metadata(item.tree):
-            item.owner._metadata = plan.metadata[item.path]
+            item.owner._metadata = with_notes(plan.metadata[item.path], item.owner)
     # Known before modules are loaded, which may put their parameters elsewhere.
     as_stored = parameters_at(frozenset(plan.memory_of_stored_dtype()), [item.owner for item in plan.objects])
     if contents.shared:
