@@ -125,11 +125,15 @@ def with_seen(make: Any, seen: torch.Tensor) -> Any:
     return module
 
 
+WRAPPERS: tuple[Any, ...] = (lambda module: module, checkpoint_wrapper, nn.DataParallel, torch.compile)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
 @pytest.mark.parametrize("make", [Lazy, Hooked])
-def test_a_module_that_resizes_when_it_loads_gets_what_was_stored(tmp_path: Path, make: Any) -> None:
+def test_a_module_that_resizes_when_it_loads_gets_what_was_stored(tmp_path: Path, make: Any, wrap: Any) -> None:
     stored, fresh = with_seen(make, torch.arange(3.0)), make()
     asyncckpt.save(tmp_path, {"model": nn.ModuleDict({"a": stored})}, durability="none")
-    asyncckpt.Loader(tmp_path, tensors={"model": nn.ModuleDict({"a": fresh})}).load()
+    asyncckpt.Loader(tmp_path, tensors={"model": nn.ModuleDict({"a": wrap(fresh)})}).load()
     assert torch.equal(fresh.seen, torch.arange(3.0))
 
 
@@ -137,6 +141,7 @@ def closed() -> Hooked:
     return Hooked(is_closed=True)
 
 
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
 @pytest.mark.parametrize(("make", "changed"), [
     (Lazy, {"seen": torch.ones(2, 2)}),
     (Lazy, {"seen": torch.ones(3), "fixed": torch.ones(3)}),
@@ -144,9 +149,9 @@ def closed() -> Hooked:
     (lambda: nn.BatchNorm1d(2), {"running_mean": torch.ones(3)}),
 ], ids=["it raises", "another buffer differs", "a hook that could change it", "it has a version"])  # fmt: skip
 def test_a_module_that_would_not_take_a_shape_is_refused_before_anything_is_touched(
-    tmp_path: Path, make: Any, changed: dict[str, torch.Tensor]
+    tmp_path: Path, make: Any, changed: dict[str, torch.Tensor], wrap: Any
 ) -> None:
-    stored, fresh = make(), make()
+    stored, fresh = make(), wrap(make())
     for name, value in changed.items():
         setattr(stored, name, value)
     asyncckpt.save(tmp_path, {"x": torch.ones(1), "model": stored}, durability="none")
