@@ -10,11 +10,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from asyncckpt.format.module_facts import module_of
 from asyncckpt.format.tree import Path, descend, metadata_for, module_metadata, path_name
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_info import Loads
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, is_extra_state
+from asyncckpt.plan.object_checks import loads_as
 
 
 class ModuleSources:
@@ -37,7 +40,16 @@ class ModuleSources:
         self._left_out = {item.path for item in contents.dense.values()} - self._sources.keys()
         modules = [item for item in objects if item.is_module]
         self.metadata = {item.path: self._of(item) for item in (*modules, *targets.state_dicts)}
-        self.not_given = {item.path: frozenset(self._not_given(item)) for item in modules}
+        self.not_given = {
+            item.path: frozenset(self._not_given(item)) for item in modules if loads_as(torch.nn.Module, item.owner)
+        }
+        for item in (*modules, *targets.state_dicts):
+            paths = [(*item.path, key) for key in self._not_given(item)] if item.path not in self.not_given else ()
+            self.problems += [
+                f"{path_name(path)!r} is left out by the filter, and would be changed with a module of another version"
+                for path in paths
+                if path in self._left_out
+            ]
 
     def _of(self, item: Rebuilt) -> Any:
         stored, own = descend(self._contents.tree, item.path), module_metadata(item.tree)

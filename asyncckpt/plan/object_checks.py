@@ -134,6 +134,12 @@ def _is_known(own: Any) -> bool:
     return all(module.startswith(("torch.optim.", "torch.amp.")) for module in modules)
 
 
+def loads_as(base: Any, owner: Any) -> bool:
+    """Return whether load_state_dict of an object is torch's own."""
+    is_own = isinstance(owner, base) and type(owner).load_state_dict is base.load_state_dict
+    return is_own and "load_state_dict" not in vars(owner)
+
+
 def memory_of(tensor: Any) -> object:
     """Return where a tensor is, or what of a spread one is here: the same for a parameter and for what is loaded.
 

@@ -396,6 +396,31 @@ def test_a_module_upgrades_only_what_was_loaded(tmp_path: Path, wrap: Callable[[
     assert found == {"total": 6.0, "body.w": [2.0] * 3, "head.w": [5.0] * 3, "more.w": [5.0] * 3}
 
 
+class LoadsItself(DoublesAll):
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict, assign)
+
+
+@pytest.mark.parametrize("given", [DoublesAll.state_dict, lambda module: module], ids=["dict", "loads itself"])
+def test_where_everything_is_there_a_filter_leaves_nothing_out_of_a_module_of_another_version(
+    tmp_path: Path, given: Callable[[Any], Any]
+) -> None:
+    asyncckpt.save(tmp_path / "d", {"model": DoublesAll(1, body=Doubles(1.0), head=Doubles(1.0))})
+    target = LoadsItself(2, body=Doubles(5.0), head=Doubles(5.0))
+    answer = {"model.body.w": {"model.body.w": list[str]()}}
+    for version in (2, 1):
+        target._version = version  # type: ignore[assignment]
+        loader = asyncckpt.Loader(
+            tmp_path / "d", tensors={"model": given(target)}, strict=False, filter_func=lambda info: answer
+        )
+        if version == 1:
+            loader.load()
+            break
+        with pytest.raises(asyncckpt.IncompatibleError, match=r"'model.head.w' is left out.*nothing was changed"):
+            loader.load()
+        assert target.body.w.tolist() == [5.0] * 3
+
+
 def test_tensors_of_modules_of_several_versions_do_not_go_into_one(tmp_path: Path) -> None:
     saved = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2)))
     saved[1]._version = 7  # type: ignore[assignment]

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from asyncckpt.plan.object_checks import memory_of
+from asyncckpt.plan.object_checks import loads_as, memory_of
 from asyncckpt.plan.wrapped_names import without_sure_parts
 
 
 def parameters_at(places: Collection[object], owners: Iterable[Any]) -> Mapping[int, torch.dtype]:
     """Return the ids and dtypes of the parameters that torch's load_state_dict gives states, of those at such places,
     see `memory_of`."""
-    optimizers = (owner for owner in owners if _loads_as(torch.optim.Optimizer, owner))
+    optimizers = (owner for owner in owners if loads_as(torch.optim.Optimizer, owner))
     parameters = (each for owner in optimizers for group in owner.param_groups for each in group["params"])
     return {id(each): each.dtype for each in parameters if memory_of(each) in places}
 
@@ -37,15 +37,15 @@ def load_object(
     owner: Any, state: Any, *, as_stored: Mapping[int, torch.dtype], not_given: Collection[str] = ()
 ) -> None:
     """Call load_state_dict of an object. as_stored: the ids of parameters that have got the dtype that was stored, and
-    which that is. not_given: keys that a module does without, unless its load_state_dict is not torch's.
+    which that is. not_given: keys that a module does without, whose load_state_dict is torch's.
 
     Raises what the object raises, RuntimeError for keys of a module that do not fit.
     """
-    if _loads_as(torch.optim.Optimizer, owner):
+    if loads_as(torch.optim.Optimizer, owner):
         owner.load_state_dict(state)
         _put_back(owner, state, as_stored)
         _like_parameters(owner)
-    elif _loads_as(torch.nn.Module, owner):
+    elif loads_as(torch.nn.Module, owner):
         for key in not_given:
             del state[key]
         said = owner.load_state_dict(_copied(owner, state), strict=False)
@@ -82,12 +82,6 @@ def _changes_state(module: torch.nn.Module) -> bool:
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     loading = (module.load_state_dict, module._load_from_state_dict, *(getattr(hook, "func", hook) for hook in hooks))
     return not all(str(getattr(by, "__module__", "")).startswith(("torch.", "asyncckpt.")) for by in loading)
-
-
-def _loads_as(base: Any, owner: Any) -> bool:
-    """Return whether load_state_dict of an object is torch's own."""
-    is_own = isinstance(owner, base) and type(owner).load_state_dict is base.load_state_dict
-    return is_own and "load_state_dict" not in vars(owner)
 
 
 def _not_taken(owner: torch.nn.Module, state: Mapping[str, Any], unexpected: Collection[str]) -> list[str]:
