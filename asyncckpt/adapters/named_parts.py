@@ -79,10 +79,10 @@ def filled(own: Any, value: Any, known: dict[int, Any]) -> Any:
 def named_parts(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, Any]]:
     """Return (tables, everything else), both by name; see above. UsageError for what would not be saved as it is."""
     tables: dict[str, Table] = {
-        # A mapping may have an attribute of any name, or raise for it.
+        # A mapping may have an attribute of any name, or raise for it: so its class is asked first.
         name: value
         for name, value in state.items()
-        if not isinstance(value, Mapping) and isinstance(value, Table)
+        if (not isinstance(value, Mapping) or hasattr(type(value), "begin_cut")) and isinstance(value, Table)
     }
     rest = {name: value for name, value in state.items() if name not in tables}
     for name, value in rest.items():

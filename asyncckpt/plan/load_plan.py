@@ -6,7 +6,7 @@ What could be loaded, and the filter on it, is in load_info.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,10 +72,8 @@ class TableLoadPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is loaded. metadata: of modules and `state_dicts`. apart: targets that overlap, see
-    overlapping_targets.py.
-
-    is_empty: nothing of what the targets ask for.
+    """All that is loaded. metadata: of modules and `state_dicts`. not_given: see module_sources.py. apart: targets that
+    overlap, see overlapping_targets.py. is_empty: nothing of what the targets ask for.
     """
 
     dense: tuple[DenseLoad, ...]
@@ -85,6 +83,7 @@ class LoadPlan:
     unexpected: tuple[str, ...]
     info: Loads
     metadata: Mapping[Path, Any] = field(default_factory=dict)
+    not_given: Mapping[Path, Collection[str]] = field(default_factory=dict)
     state_dicts: tuple[Rebuilt, ...] = ()
     apart: tuple[Apart, ...] = ()
     is_empty: bool = False
@@ -181,6 +180,7 @@ def make_load_plan(
         tables=tuple(planned),
         objects=objects,
         metadata=modules.metadata,
+        not_given=modules.not_given,
         state_dicts=targets.state_dicts,
         missing=(*missing, *match.absent),
         unexpected=tuple(unexpected),

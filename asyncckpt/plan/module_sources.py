@@ -7,19 +7,24 @@ Without a filter that is what was stored of the module itself.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from asyncckpt.format.module_facts import module_of
 from asyncckpt.format.tree import Path, descend, metadata_for, module_metadata, path_name
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_info import Loads
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, is_extra_state
+from asyncckpt.plan.object_checks import loads_as
 
 
 class ModuleSources:
     """The `_metadata` of modules, or their state dicts, by their paths, and `problems`: those with tensors of several
     versions.
+
+    not_given: the keys of what is not loaded in modules of other versions, which would upgrade it.
     """
 
     def __init__(self, objects: Iterable[Rebuilt], answer: Loads, contents: Contents, targets: DenseTargets) -> None:
@@ -33,8 +38,18 @@ class ModuleSources:
             if source in contents.dense
         }
         self._left_out = {item.path for item in contents.dense.values()} - self._sources.keys()
-        modules = (item for item in objects if item.is_module)
+        modules = [item for item in objects if item.is_module]
         self.metadata = {item.path: self._of(item) for item in (*modules, *targets.state_dicts)}
+        self.not_given = {
+            item.path: frozenset(self._not_given(item)) for item in modules if loads_as(torch.nn.Module, item.owner)
+        }
+        for item in (*modules, *targets.state_dicts):
+            paths = [(*item.path, key) for key in self._not_given(item)] if item.path not in self.not_given else ()
+            self.problems += [
+                f"{path_name(path)!r} is left out by the filter, and would be changed with a module of another version"
+                for path in paths
+                if path in self._left_out
+            ]
 
     def _of(self, item: Rebuilt) -> Any:
         stored, own = descend(self._contents.tree, item.path), module_metadata(item.tree)
@@ -64,6 +79,16 @@ class ModuleSources:
                 continue
             start[name] = locals_[0]
         return OrderedDict((name, local) for name, local in start.items() if local is not None)
+
+    def _not_given(self, item: Rebuilt) -> Iterator[str]:
+        told: Mapping[str, Any] = self.metadata[item.path] or {}
+        own: Mapping[str, Any] = module_metadata(item.tree) or {}
+        others = [name for name, local in own.items() if _version(told.get(name)) != _version(local)]
+        begins = tuple(f"{name}." if name else "" for name in others)
+        for path in item.tensors.keys() - self._sources.keys() if begins else ():
+            key = path[-1]
+            if type(key) is str and len(path) == len(item.path) + 1 and key.startswith(begins):
+                yield key
 
     def _loaded(self, item: Rebuilt) -> set[tuple[str, Path, str]]:
         """Return the names of modules with tensors that are loaded, and from which module of which state dict."""

@@ -38,7 +38,7 @@ _MAY_DIFFER = frozenset(
     ("params", "param_names", "initial_lr", "foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
 ) | {"decoupled_weight_decay", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # Of schedulers, what load_state_dict asks for; the first two have one item for each of those that it goes through.
-_ASKED_FOR = ("lr_lambdas", "_schedulers", "_scale_fn_custom")
+_ASKED_FOR = ("lr_lambdas", "_schedulers", "_scale_fn_custom", "threshold_mode")
 _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
 
 
@@ -134,11 +134,21 @@ def _is_known(own: Any) -> bool:
     return all(module.startswith(("torch.optim.", "torch.amp.")) for module in modules)
 
 
+def loads_as(base: Any, owner: Any) -> bool:
+    """Return whether load_state_dict of an object is torch's own."""
+    is_own = isinstance(owner, base) and type(owner).load_state_dict is base.load_state_dict
+    return is_own and "load_state_dict" not in vars(owner)
+
+
 def memory_of(tensor: Any) -> object:
-    """Return where a tensor is, or what of a spread one is here: the same for a parameter and for what is loaded."""
+    """Return where a tensor is, or what of a spread one is here: the same for a parameter and for what is loaded.
+
+    The same memory as other numbers, such as a view of another dtype, is another place.
+    """
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     address = local.data_ptr() if local.numel() else 0
-    return (address, tuple(local.shape), local.stride()) if address else None
+    form = tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg()
+    return (address, *form) if address else None
 
 
 def form_of(stored: StoredDense | None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from asyncckpt.format.tree import VALUE, Path, descend, module_metadata
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import Rebuilt
 from asyncckpt.plan.object_checks import form_of
+from asyncckpt.plan.wrapped_names import PlainNames
 
 
 class ResizingModules:
@@ -52,7 +53,7 @@ class ResizingModules:
 def _is_resizing(root: torch.nn.Module, name: str, stored: Mapping[str, StoredDense], said: Any) -> bool:
     """Return it of the module of a name. said: what was stored of it in `_metadata`; None: nothing."""
     try:
-        module = root.get_submodule(name)
+        module = PlainNames(root).module(name)
         hooks = module._load_state_dict_pre_hooks.values()
         # What a hook has closed over is not copied: it could change the module itself.
         if any(getattr(getattr(hook, "hook", hook), "__closure__", None) for hook in hooks):

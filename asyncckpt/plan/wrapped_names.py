@@ -71,6 +71,13 @@ class PlainNames:
     def of_module(self, name: str) -> str:
         return self._of(name)[0]
 
+    def module(self, name: str) -> Any:
+        """Return the module of a plain name, without wrappers around it; None: there is none."""
+        at = self._of(name)[1]
+        while at is not None and (inner := inner_name(at)) is not None:
+            at = at._modules[inner]
+        return at
+
     def _of(self, name: str) -> tuple[str, Any]:
         """Return the plain name of a module, and the module; None for it where there is no such one."""
         if name not in self._found:

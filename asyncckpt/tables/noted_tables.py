@@ -6,6 +6,7 @@ A note is plain text, so a state dict can be pickled as before. It names a table
 from __future__ import annotations
 
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -41,6 +42,15 @@ def noted_tables(state: Any) -> dict[str, Any]:
             table = _tables.get(note)
             if table is None or not any(table is other for other in found.values()):
                 found[".".join(filter(None, (path, name))) or getattr(table, "name", KEY)] = table
+    return found
+
+
+def with_notes(metadata: Mapping[str, Any], state: Any) -> OrderedDict[str, Any]:
+    """Return `_metadata` with the notes that those of a state dict have."""
+    found = OrderedDict(metadata)
+    for path, noted in (metadata_in(state) or {}).items():
+        if isinstance(noted, Mapping) and KEY in noted:
+            found[path] = {**found.get(path, {}), KEY: noted[KEY]}
     return found
 
 

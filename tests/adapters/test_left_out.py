@@ -74,6 +74,19 @@ def test_what_asks_for_dense_state_gets_it(tmp_path: Path) -> None:
             asyncckpt.Saver(path=tmp_path, tensors={"state": tensors} if tensors is state else tensors)
 
 
+def test_a_state_dict_that_was_loaded_still_says_its_tables(tmp_path: Path) -> None:
+    model = Model()
+    model._version = 7  # type: ignore[assignment]
+    with asyncckpt.Saver(path=tmp_path, hashtables=model.by_hand(), tensors={"model": model}) as saver:
+        saver.save(1)
+    target = Model()
+    state: Any = target.state_dict()
+    asyncckpt.Loader(tmp_path, hashtables=target.by_hand(), tensors={"model": state}).load()
+    assert state._metadata[""] == {"version": 7}
+    with pytest.raises(asyncckpt.UsageError, match=r"left out.*users \(table 'user'\)"):
+        asyncckpt.Saver(path=tmp_path, tensors={"state": state})
+
+
 def test_the_tables_of_a_module_are_all_of_them() -> None:
     model = Model()
     with pytest.raises(asyncckpt.UsageError, match=r"plain \(table 'plain'\)"):

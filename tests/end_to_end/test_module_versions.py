@@ -361,6 +361,66 @@ def test_what_a_filter_leaves_out_of_a_module_of_another_version_is_not_upgraded
     loader.load()
 
 
+class DoublesAll(torch.nn.Module):
+    """Before version 2 it stored half of everything in it, and no sum."""
+
+    def __init__(self, version: int, **modules: torch.nn.Module) -> None:
+        super().__init__()
+        self._version = version
+        self.total = torch.nn.Parameter(torch.zeros(())) if version > 1 else None
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if metadata.get("version", 1) < self._version:
+            state |= {name: tensor * 2 for name, tensor in state.items() if name.startswith(prefix)}
+            if prefix + "total" not in state:
+                state[prefix + "total"] = state[prefix + "body.w"].sum()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, torch.nn.Sequential, torch.nn.DataParallel])
+def test_a_module_upgrades_only_what_was_loaded(tmp_path: Path, wrap: Callable[[Any], torch.nn.Module]) -> None:
+    """What is missing, or left out by a filter, is not there, as for a load_state_dict with strict=False."""
+    fills = {"body": 1.0, "head": 1.0}
+    saved = wrap(DoublesAll(1, **{name: Doubles(fill) for name, fill in fills.items()}))
+    asyncckpt.save(tmp_path / "d", {"model": saved})
+    target = wrap(DoublesAll(2, **{name: Doubles(5.0) for name in (*fills, "more")}))
+    asyncckpt.Loader(
+        tmp_path / "d",
+        tensors={"model": target},
+        strict=False,
+        filter_func=lambda info: {name: sources for name, sources in info.items() if "head" not in name},
+    ).load()
+    found = {name.rpartition("module.")[2].removeprefix("0."): at.tolist() for name, at in target.named_parameters()}
+    assert found == {"total": 6.0, "body.w": [2.0] * 3, "head.w": [5.0] * 3, "more.w": [5.0] * 3}
+
+
+class LoadsItself(DoublesAll):
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict, assign)
+
+
+@pytest.mark.parametrize("given", [DoublesAll.state_dict, lambda module: module], ids=["dict", "loads itself"])
+def test_where_everything_is_there_a_filter_leaves_nothing_out_of_a_module_of_another_version(
+    tmp_path: Path, given: Callable[[Any], Any]
+) -> None:
+    asyncckpt.save(tmp_path / "d", {"model": DoublesAll(1, body=Doubles(1.0), head=Doubles(1.0))})
+    target = LoadsItself(2, body=Doubles(5.0), head=Doubles(5.0))
+    answer = {"model.body.w": {"model.body.w": list[str]()}}
+    for version in (2, 1):
+        target._version = version  # type: ignore[assignment]
+        loader = asyncckpt.Loader(
+            tmp_path / "d", tensors={"model": given(target)}, strict=False, filter_func=lambda info: answer
+        )
+        if version == 1:
+            loader.load()
+            break
+        with pytest.raises(asyncckpt.IncompatibleError, match=r"'model.head.w' is left out.*nothing was changed"):
+            loader.load()
+        assert target.body.w.tolist() == [5.0] * 3
+
+
 def test_tensors_of_modules_of_several_versions_do_not_go_into_one(tmp_path: Path) -> None:
     saved = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2)))
     saved[1]._version = 7  # type: ignore[assignment]

@@ -125,11 +125,15 @@ def with_seen(make: Any, seen: torch.Tensor) -> Any:
     return module
 
 
+WRAPPERS: tuple[Any, ...] = (lambda module: module, checkpoint_wrapper, nn.DataParallel, torch.compile)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
 @pytest.mark.parametrize("make", [Lazy, Hooked])
-def test_a_module_that_resizes_when_it_loads_gets_what_was_stored(tmp_path: Path, make: Any) -> None:
+def test_a_module_that_resizes_when_it_loads_gets_what_was_stored(tmp_path: Path, make: Any, wrap: Any) -> None:
     stored, fresh = with_seen(make, torch.arange(3.0)), make()
     asyncckpt.save(tmp_path, {"model": nn.ModuleDict({"a": stored})}, durability="none")
-    asyncckpt.Loader(tmp_path, tensors={"model": nn.ModuleDict({"a": fresh})}).load()
+    asyncckpt.Loader(tmp_path, tensors={"model": nn.ModuleDict({"a": wrap(fresh)})}).load()
     assert torch.equal(fresh.seen, torch.arange(3.0))
 
 
@@ -137,6 +141,7 @@ def closed() -> Hooked:
     return Hooked(is_closed=True)
 
 
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
 @pytest.mark.parametrize(("make", "changed"), [
     (Lazy, {"seen": torch.ones(2, 2)}),
     (Lazy, {"seen": torch.ones(3), "fixed": torch.ones(3)}),
@@ -144,9 +149,9 @@ def closed() -> Hooked:
     (lambda: nn.BatchNorm1d(2), {"running_mean": torch.ones(3)}),
 ], ids=["it raises", "another buffer differs", "a hook that could change it", "it has a version"])  # fmt: skip
 def test_a_module_that_would_not_take_a_shape_is_refused_before_anything_is_touched(
-    tmp_path: Path, make: Any, changed: dict[str, torch.Tensor]
+    tmp_path: Path, make: Any, changed: dict[str, torch.Tensor], wrap: Any
 ) -> None:
-    stored, fresh = make(), make()
+    stored, fresh = make(), wrap(make())
     for name, value in changed.items():
         setattr(stored, name, value)
     asyncckpt.save(tmp_path, {"x": torch.ones(1), "model": stored}, durability="none")
@@ -201,6 +206,27 @@ def test_a_module_makes_its_tensors_of_those_that_were_stored_and_not_of_what_it
     asyncckpt.save(tmp_path, {"model": old}, durability="none")
     asyncckpt.Loader(tmp_path, tensors={"model": ours}).load()
     assert all(map(torch.equal, ours.parameters(), torchs.parameters()))
+
+
+class Views(nn.Module):
+    """Has the same memory as other numbers, too, and code of its own that loads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(4))
+        self.register_buffer("bits", self.weight.view(torch.int32))
+        self.register_buffer("waves", torch.randn(4, dtype=torch.complex64))
+        self.register_buffer("mirrored", self.waves.conj())
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+def test_a_module_gets_what_lies_in_the_same_memory_each_as_the_numbers_that_it_is(tmp_path: Path) -> None:
+    trained, fresh = Views(), Views()
+    asyncckpt.save(tmp_path, {"model": trained}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"model": fresh}).load()
+    assert all(map(torch.equal, fresh.buffers(), trained.buffers()))
 
 
 class Grown(nn.Module):

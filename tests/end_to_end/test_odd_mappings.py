@@ -128,3 +128,27 @@ def test_a_dict_with_attributes_of_its_own_is_a_dict(tmp_path: Path, kind: type[
     for found in (asyncckpt.load(tmp_path / "whole"), target):
         assert torch.equal(found["w"], torch.ones(2))
         assert found["deep"] == {"lr": 0.5}
+
+
+class TableByIds(dict[int, Any]):
+    """A table of somebody's own, which is a mapping of its ids, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = asyncckpt.HashTable("item", dim=1)
+
+    name = property(lambda self: self.table.name)
+    shard = property(lambda self: self.table.shard)
+    schema = property(lambda self: self.table.schema)
+    begin_cut = property(lambda self: self.table.begin_cut)
+    begin_load = property(lambda self: self.table.begin_load)
+
+
+def test_a_table_that_is_a_mapping_is_a_table(tmp_path: Path) -> None:
+    made, target = TableByIds(), TableByIds()
+    made.table.lookup(torch.arange(3))
+    with asyncckpt.Checkpointer(tmp_path, every=1, item=made) as ckpt:
+        ckpt.step(0)
+    with asyncckpt.Checkpointer(tmp_path, every=1, item=target) as ckpt:
+        ckpt.restore()
+    assert len(target.table) == 3

@@ -142,6 +142,25 @@ def test_a_state_has_the_memory_order_of_its_parameter_now(
     torch.testing.assert_close(other.weight, net.weight, rtol=1e-5, atol=1e-6)
 
 
+class Elsewhere(nn.Linear):
+    """Puts what it loads into other memory than it had."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.data = state[prefix + name]
+
+
+def test_a_state_keeps_its_dtypes_where_a_module_has_put_its_parameters_elsewhere(tmp_path: Path) -> None:
+    was, now = (Elsewhere(3, 3, dtype=torch.bfloat16) for _ in range(2))
+    optimizer, resumed = Masters(was.parameters()), Masters(now.parameters())
+    for parameter in was.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    asyncckpt.save(tmp_path, {"net": was, "optimizer": optimizer}, durability="none")
+    asyncckpt.Loader(tmp_path, tensors={"net": now, "optimizer": resumed}).load()
+    assert bits(resumed.state_dict()) == bits(optimizer.state_dict())
+
+
 class Inside(torch.optim.Optimizer):
     """Has the groups of another optimizer, and a state dict with a word of its own."""
 

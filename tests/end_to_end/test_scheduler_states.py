@@ -148,16 +148,25 @@ def test_another_scheduler_is_refused_before_anything_is_touched(
     assert not x.any()
 
 
-@pytest.mark.parametrize(("now", "key"), [
-    (lambda it: lr_scheduler.LambdaLR(it, lambda _: 1.0), "lr_lambdas"),
-    (lambda it: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(it, 1)]), "_schedulers"),
-    (lambda it: lr_scheduler.CyclicLR(it, 0.1, 1.0, cycle_momentum=False), "max_lrs"),
-], ids=["lambda", "chained", "cyclic"])  # fmt: skip
+def step(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, 2)
+
+
+def cyclic(optimizer: Any) -> Any:
+    return lr_scheduler.CyclicLR(optimizer, 0.1, 1.0, cycle_momentum=False)
+
+
+@pytest.mark.parametrize(("was", "now", "key"), [
+    (step, lambda it: lr_scheduler.LambdaLR(it, lambda _: 1.0), "lr_lambdas"),
+    (step, lambda it: lr_scheduler.ChainedScheduler([step(it)]), "_schedulers"),
+    (step, cyclic, "max_lrs"),
+    (cyclic, lr_scheduler.ReduceLROnPlateau, "threshold_mode"),
+], ids=["lambda", "chained", "cyclic", "plateau"])  # fmt: skip
 def test_a_dict_of_another_scheduler_is_refused_before_anything_is_touched(
-    tmp_path: Path, now: Callable[[Any], Any], key: str
+    tmp_path: Path, was: Callable[[Any], Any], now: Callable[[Any], Any], key: str
 ) -> None:
     """Nothing says of which class a dict is."""
-    state = lr_scheduler.StepLR(optimizer(), 2).state_dict()
+    state = was(optimizer()).state_dict()
     asyncckpt.save(tmp_path, {"x": torch.ones(2), "schedule": state}, durability="none")
     x = torch.zeros(2)
     with pytest.raises(IncompatibleError, match=f"'schedule' (has|is of class .* differs in) .*'{key}'"):

@@ -15,30 +15,42 @@ change one twice that is there under two names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from typing import Any
 
 import torch
 
-from asyncckpt.plan.object_checks import memory_of
+from asyncckpt.plan.object_checks import loads_as, memory_of
 from asyncckpt.plan.wrapped_names import without_sure_parts
 
 
-def load_object(owner: Any, state: Any, *, as_stored: Collection[object]) -> None:
-    """Call load_state_dict of an object. as_stored: where tensors are that have got the dtype that was stored, see
-    `memory_of`.
+def parameters_at(places: Collection[object], owners: Iterable[Any]) -> Mapping[int, torch.dtype]:
+    """Return the ids and dtypes of the parameters that torch's load_state_dict gives states, of those at such places,
+    see `memory_of`."""
+    optimizers = (owner for owner in owners if loads_as(torch.optim.Optimizer, owner))
+    parameters = (each for owner in optimizers for group in owner.param_groups for each in group["params"])
+    return {id(each): each.dtype for each in parameters if memory_of(each) in places}
+
+
+def load_object(
+    owner: Any, state: Any, *, as_stored: Mapping[int, torch.dtype], not_given: Collection[str] = ()
+) -> None:
+    """Call load_state_dict of an object. as_stored: the ids of parameters that have got the dtype that was stored, and
+    which that is. not_given: keys that a module does without, whose load_state_dict is torch's.
 
     Raises what the object raises, RuntimeError for keys of a module that do not fit.
     """
-    if _loads_as(torch.optim.Optimizer, owner):
+    if loads_as(torch.optim.Optimizer, owner):
         owner.load_state_dict(state)
         _put_back(owner, state, as_stored)
         _like_parameters(owner)
-    elif _loads_as(torch.nn.Module, owner):
+    elif loads_as(torch.nn.Module, owner):
+        for key in not_given:
+            del state[key]
         said = owner.load_state_dict(_copied(owner, state), strict=False)
         unexpected = _not_taken(owner, state, said.unexpected_keys) if said.unexpected_keys else []
-        found = {"Missing": said.missing_keys, "Unexpected": unexpected}
+        found = {"Missing": [] if not_given else said.missing_keys, "Unexpected": unexpected}
         if any(found.values()):
             raise RuntimeError("; ".join(f"{what} key(s) {keys}" for what, keys in found.items() if keys))
     else:
@@ -72,15 +84,9 @@ def _changes_state(module: torch.nn.Module) -> bool:
     return not all(str(getattr(by, "__module__", "")).startswith(("torch.", "asyncckpt.")) for by in loading)
 
 
-def _loads_as(base: Any, owner: Any) -> bool:
-    """Return whether load_state_dict of an object is torch's own."""
-    is_own = isinstance(owner, base) and type(owner).load_state_dict is base.load_state_dict
-    return is_own and "load_state_dict" not in vars(owner)
-
-
 def _not_taken(owner: torch.nn.Module, state: Mapping[str, Any], unexpected: Collection[str]) -> list[str]:
     own = owner.state_dict()
-    return [key for key in unexpected if key not in own or not _is_there(own[key], state[key])]
+    return [key for key in unexpected if key not in own or not _is_there(own[key], state.get(key))]
 
 
 def _is_there(own: Any, given: Any) -> bool:
@@ -91,7 +97,7 @@ def _is_there(own: Any, given: Any) -> bool:
     return (place is not None and place == memory_of(given)) or (own.dtype is given.dtype and torch.equal(own, given))
 
 
-def _put_back(owner: torch.optim.Optimizer, state: Any, as_stored: Collection[object]) -> None:
+def _put_back(owner: torch.optim.Optimizer, state: Any, as_stored: Mapping[int, torch.dtype]) -> None:
     if not isinstance(state, Mapping) or not state.keys() >= {"state", "param_groups"}:
         return  # A hook knows what it is.
     numbers = [number for group in state["param_groups"] for number in group.get("params", [])]
@@ -103,7 +109,7 @@ def _put_back(owner: torch.optim.Optimizer, state: Any, as_stored: Collection[ob
         if isinstance(now, dict) and isinstance(stored, Mapping):
             entries = {key: _as_stored(value, stored[key]) for key, value in now.items() if key in stored}
             entries.pop("step", None)
-            if any(entries[key] is not now[key] for key in entries) and memory_of(parameter) in as_stored:
+            if any(entries[key] is not now[key] for key in entries) and as_stored.get(id(parameter)) is parameter.dtype:
                 now.update(entries)
 
 

@@ -23,7 +23,7 @@ from asyncckpt.commit.discover import committed_steps, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.commit.verified import mark_verified
 from asyncckpt.devices.current_runtime import check_not_capturing
-from asyncckpt.engine.load.load_object import load_object
+from asyncckpt.engine.load.load_object import load_object, parameters_at
 from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
 from asyncckpt.engine.load.shared_tensors import shared_again
 from asyncckpt.engine.load.verify import verify_blocks
@@ -59,6 +59,7 @@ from asyncckpt.plan.unwrapped_contents import as_targets_name_it
 from asyncckpt.plan.wrapped_names import with_wrapped_names
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
+from asyncckpt.tables.noted_tables import with_notes
 
 NAMES_SHOWN_MAX = 8
 
@@ -302,8 +303,9 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
     """
     for item in plan.state_dicts:
         if plan.metadata[item.path] != module_metadata(item.tree):
-            item.owner._metadata = plan.metadata[item.path]
-    as_stored = frozenset(plan.memory_of_stored_dtype())
+            item.owner._metadata = with_notes(plan.metadata[item.path], item.owner)
+    # Known before modules are loaded, which may put their parameters elsewhere.
+    as_stored = parameters_at(frozenset(plan.memory_of_stored_dtype()), [item.owner for item in plan.objects])
     if contents.shared:
         plain = {path: tensor for path, tensor in rebuilt.items() if type(tensor) is torch.Tensor}
         rebuilt = {**rebuilt, **shared_again(plain, contents.shared)}
@@ -315,7 +317,8 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
-                load_object(item.owner, state, as_stored=as_stored)
+                not_given = [item.wrapped.get(key, key) for key in plan.not_given.get(item.path, ())]
+                load_object(item.owner, state, as_stored=as_stored, not_given=not_given)
         except CheckpointError:
             raise
         except Exception as error:
