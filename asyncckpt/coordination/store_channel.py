@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from asyncckpt.coordination.channel import check_own_process, close_at_exit
 from asyncckpt.coordination.pauses import FIRST_S, Pauses
 from asyncckpt.coordination.store_address import connect_to_announced, leave_cause, serve_for
-from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
+from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine, default_store
 from asyncckpt.coordination.store_values import (
     Inbox,
     delete_value,
@@ -55,7 +55,8 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
 
     Every rank of the group calls this, in the same order where there are several; each call makes a channel of its own.
     Rank and number of ranks are those of the group. Rank 0 returns at once, the others when they have reached it:
-    PeerError when that takes longer than `deadline_s` seconds. UsageError without a process group.
+    PeerError when that takes longer than `deadline_s` seconds. UsageError without a process group, and in a child
+    that was forked from a rank.
     """
     found = rank_in_group(process_group)
     if found is None:
@@ -65,7 +66,7 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
     inner = dist.distributed_c10d
     group = process_group if process_group is not None else inner._get_default_group()
     until = time.monotonic() + deadline_s
-    place = dist.PrefixStore(f"asyncckpt/{group.group_name}", inner._get_default_store())
+    place = dist.PrefixStore(f"asyncckpt/{group.group_name}", default_store())
     serving = partial(serve_for, place, timeout_s=deadline_s)
     line = StoreLine(serving if rank == 0 else partial(connect_to_announced, place, rank=rank, until=until))
     try:

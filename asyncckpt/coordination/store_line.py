@@ -16,14 +16,42 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from asyncckpt.errors import CheckpointError, IOFailedError
+import torch
+
+from asyncckpt.errors import CheckpointError, IOFailedError, UsageError
 from asyncckpt.signals import wait_until_done
+from asyncckpt.system import register_at_fork
 
 T = TypeVar("T")
+
+_of_parent: Any = None  # The default store that a forked child has from its parent.
 
 
 class LineBroken(Exception):
     """The store cannot be reached (any more), or the line was hung up; the text says why."""
+
+
+def default_store() -> Any:
+    """Return the store of the default group. UsageError in a child that was forked from a rank: it has the connection
+    of its parent, and each could take an answer that is for the other."""
+    dist: Any = torch.distributed
+    store = dist.distributed_c10d._get_default_store()
+    if store is _of_parent:
+        raise UsageError(
+            "this process was forked from a rank of torch.distributed, and cannot talk to the others",
+            hint="RankOptions(alone=True) is for what this process saves by itself; or start it by spawn",
+        )
+    return store
+
+
+def _note_store_of_parent() -> None:
+    global _of_parent
+    dist: Any = torch.distributed
+    if dist.is_available() and dist.is_initialized():
+        _of_parent = dist.distributed_c10d._get_default_store()
+
+
+register_at_fork(after_in_child=_note_store_of_parent)
 
 
 class Answer(Future[T]):

@@ -31,7 +31,7 @@ class Sharded:
     pieces       this rank's boxes, which do not overlap; none if all of the tensor is on other ranks
     is_writer    False: another rank holds the same boxes and saves them (a replica). A load fills the pieces of both
     spread_over  over how many ranks the whole is spread, if known: if not over all, the others may hold replicas, and
-                 the ranks of a save agree who writes what
+                 the ranks of a save agree who writes what. 0: over some, which need not be among those of the save
     """
 
     whole_shape: tuple[int, ...]
@@ -41,9 +41,9 @@ class Sharded:
     spread_over: int | None = None
 
     @property
-    def begins(self) -> list[tuple[int, ...]]:
-        """Where every piece begins in the whole."""
-        return [piece.begin for piece in self.pieces]
+    def boxes(self) -> list[tuple[tuple[int, ...], torch.Size]]:
+        """Where every piece begins in the whole, and its shape."""
+        return [(piece.begin, piece.tensor.shape) for piece in self.pieces]
 
     def is_written_here(self, ranks_count: int) -> bool:
         """Return whether this rank writes its pieces in a save of so many ranks, unless they agree upon another one.

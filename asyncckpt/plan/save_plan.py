@@ -154,7 +154,10 @@ class PlanCache:
         others = [(item.name, item.schema) for item in cuts if item.name in choice[1]]
         devices = [str(item.cut.column(column.name).device) for item in planned for column in item.schema.columns]
         caches = [_cache_facts(item) for item in cuts if item.name in choice[0]]
-        spread = [(number, leaf.whole_shape, leaf.begins, leaf.is_writer) for number, leaf in flat.sharded.items()]
+        spread = [
+            (number, leaf.whole_shape, leaf.boxes, leaf.is_written_here(self._ranks_count))
+            for number, leaf in flat.sharded.items()
+        ]
         classes = tuple(class_names(owner) for _, owner in flat.stateful)
         key = (classes, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
@@ -285,7 +288,7 @@ def check_all_here(flat: FlatState) -> None:
     paths = [path for path, node in leaves(flat.tree) if node is not VALUE] if flat.sharded else []
     for leaf, sharded in flat.sharded.items():
         name = path_name(paths[leaf])
-        spans = [(piece.begin, tuple(piece.tensor.shape)) for piece in sharded.pieces]
+        spans = [(begin, tuple(shape)) for begin, shape in sharded.boxes]
         boxes = [tuple((at, at + size) for at, size in zip(*span, strict=True)) for span in spans]
         if not sharded.is_written_here(1) or not covers(boxes, sharded.whole_shape, name=name):
             raise UsageError(

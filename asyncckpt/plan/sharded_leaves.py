@@ -9,7 +9,8 @@ has imported it.
 2. _StridedShard says that a mesh dimension cuts after some that stand right of it (FSDP2 over tensor parallel ranks).
    Where its factor names no such order it cuts each of `factor` chunks, so that a rank holds several boxes.
 3. Replicate keeps everything: the ranks along it hold the same boxes, and one of them is the writer. Which one depends
-   on the leaf's name and on the box, so that the bytes spread over the replicas.
+   on the leaf's name and on the box, so that the bytes spread over the replicas. Of a mesh of some of the job's ranks
+   each is one: those that save may be others, as many, and agree upon it.
 4. Partial values are not the tensor's; they are refused.
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import UnsupportedError
+from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.sharded import Piece, Sharded
 
 _DTENSOR = (("torch.distributed.tensor", "DTensor"), ("torch.distributed._tensor", "DTensor"))  # The second: torch 2.4.
@@ -111,12 +113,15 @@ def _from_dtensor(leaf: Any, salt: str) -> Sharded:
         )
     local = _local_tensor(leaf)
     writer = (zlib.crc32(salt.encode()) + layout.box_number) % layout.replicas_count
+    ranks_count = math.prod(mesh_shape)
+    own = rank_in_group()  # None: the group is gone, and so is everybody who could save with this rank.
+    is_over_all = own is None or own[1] == ranks_count
     return Sharded(
         whole_shape=whole,
         dtype=leaf.dtype,
         pieces=_local_pieces(local, layout, whole, salt),
-        is_writer=writer == layout.replica_index,
-        spread_over=math.prod(mesh.shape),
+        is_writer=not is_over_all or writer == layout.replica_index,
+        spread_over=ranks_count if is_over_all else 0,
     )
 
 

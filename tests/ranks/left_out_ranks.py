@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import asyncckpt
 from asyncckpt.errors import CheckpointError, FilterError
@@ -45,6 +45,10 @@ def change(how: str, blocks: Blocks) -> Blocks:
     if how == "rename":
         return [block.replace(name="v") if block.tensor_name() == "w" else block for block in blocks]
     return [block.replace(data=block.data.bfloat16()) if block.tensor_name() == "w" else block for block in blocks]
+
+
+def cast(blocks: Blocks) -> Blocks:
+    return [block.replace(data=block.data.bfloat16()) for block in blocks]
 
 
 def filtered(layout: str, how: str, rank: int, folder: Path) -> None:
@@ -122,11 +126,43 @@ def one_group_of_a_mesh(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-def written_by_nobody(leaf: Callable[[int], Any], rank: int, folder: Path) -> None:
+def as_many_ranks_as_a_mesh_has(rank: int, folder: Path) -> None:
+    """They save, and are not those of the mesh: each has a replica, or some have nothing of it."""
+    group_of(rank, 4, folder)
+    meshes = [DeviceMesh("cpu", pair) for pair in ([0, 1], [2, 3], [1, 3])]
+    for place, saving, own in (("two", (1, 3), meshes[rank // 2]), ("one", (2, 3), meshes[2])):
+        group = dist.new_group(list(saving))
+        if rank in saving:
+            tensors = {
+                f"w{n}": distribute_tensor(whole() + n, own, [Replicate()], src_data_rank=None) for n in range(6)
+            }
+            ranks = asyncckpt.RankOptions(process_group=group, peer_deadline=PEER_DEADLINE_S)
+            with asyncckpt.Saver(path=folder / place, tensors=tensors, ranks=ranks) as saver:
+                for step in range(3):
+                    saver.save_async(step).result(WAIT_S_MAX)
+    dist.barrier()
+
+
+def placed_anew(rank: int, folder: Path) -> None:
+    """Boxes that begin where they did, and are larger."""
+    group_of(rank, 4, folder)
+    meshes = [DeviceMesh("cpu", pair) for pair in ([0, 1], [2, 3])]
+    tensors: dict[str, Any] = {}
+    with asyncckpt.Saver(
+        rank, 4, path=folder / "saved", tensors=tensors, ranks=asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S)
+    ) as saver:
+        for step, placement in enumerate((Shard(0), Replicate(), Shard(1), Replicate())):
+            tensors["w"] = distribute_tensor(whole() + step, meshes[rank // 2], [placement], src_data_rank=None)
+            saver.save_async(step).result(WAIT_S_MAX)
+    dist.barrier()
+
+
+def written_by_nobody(leaf: Callable[[int], Any], filter_func: Any, rank: int, folder: Path) -> None:
     """A tensor of which each rank says that another one has it is not left out without a word."""
     ranks = asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S)
     tensors = {"w": leaf(rank), "other": torch.ones(3)}
-    with asyncckpt.Saver(rank, 2, path=folder / "checkpoints", tensors=tensors, ranks=ranks) as saver:
+    path = folder / "checkpoints"
+    with asyncckpt.Saver(rank, 2, path=path, tensors=tensors, filter_func=filter_func, ranks=ranks) as saver:
         error = saver.save_async(1).exception(WAIT_S_MAX)
         assert isinstance(error, (asyncckpt.ConflictError, asyncckpt.PeerError)), error
         assert "tensor 'w' of step 1" in str(error)

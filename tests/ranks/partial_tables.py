@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -140,6 +142,40 @@ def alone_after_errors(rank: int, folder: Path) -> None:
         with asyncckpt.Saver(path=folder / "saved", tensors={"state": state}) as saver:
             assert saver.save(1).step == 1
     dist.barrier()
+
+
+def forked_from_a_rank(rank: int, folder: Path) -> None:
+    """A child has the connection of its parent: what it asked the store, the parent could be answered."""
+    group_of(rank, 2, folder)
+    state = {"w": torch.ones(3)}
+    child = os.fork()
+    if child == 0:
+        with ending():
+            group = asyncckpt.RankOptions(process_group=dist.group.WORLD)
+            for ranks in (asyncckpt.RankOptions(), group):
+                with pytest.raises(asyncckpt.UsageError, match=r"forked from a rank .*alone=True"):
+                    asyncckpt.Saver(path=folder / f"{rank}", tensors=state, ranks=ranks)
+            with pytest.raises(asyncckpt.UsageError, match=r"forked from a rank .*alone=True"):
+                asyncckpt.Checkpointer(folder / f"{rank}", every=1, state=state)
+            alone = asyncckpt.RankOptions(alone=True)
+            with asyncckpt.Saver(path=folder / f"{rank}", tensors=state, ranks=alone) as saver:
+                assert saver.save(1).step == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert asyncckpt.list_steps(folder / f"{rank}") == [1]
+    dist.barrier()
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """End the process with the block, and say how that went."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def judged(cell: Cell, rank: int, ranks_count: int, path: Path) -> str:

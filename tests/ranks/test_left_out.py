@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.pipeline.filters import identity
 from tests.ranks import left_out_ranks
 from tests.ranks.left_out_ranks import SHAPE, filtered, one_piece_less, only_replicated_tables, whole
 from tests.ranks.test_jobs import run
@@ -59,9 +61,27 @@ def test_one_group_of_a_mesh_saves_all_that_it_holds(tmp_path: Path) -> None:
         assert all(torch.equal(found[f"w{n}"], whole() + n) for n in range(6))
 
 
+def test_as_many_ranks_as_a_mesh_has_save_all_that_they_hold(tmp_path: Path) -> None:
+    """They are others than those of the mesh, where its writer may be."""
+    assert run(left_out_ranks.as_many_ranks_as_a_mesh_has, 4, tmp_path) == [0] * 4
+    for place in ("one", "two"):
+        for step in range(3):
+            found = asyncckpt.load(tmp_path / place, step=step)
+            assert found.keys() == {f"w{n}" for n in range(6)}
+            assert all(torch.equal(found[f"w{n}"], whole() + n) for n in range(6))
+
+
+def test_who_writes_a_box_is_asked_again_where_its_size_has_changed(tmp_path: Path) -> None:
+    assert run(left_out_ranks.placed_anew, 4, tmp_path) == [0] * 4
+    assert all(torch.equal(asyncckpt.load(tmp_path / "saved", step=step)["w"], whole() + step) for step in range(4))
+
+
+@pytest.mark.parametrize("filter_func", [identity, left_out_ranks.cast], ids=["all", "filtered"])
 @pytest.mark.parametrize("leaf", ["says_that_another_rank_writes", "holds_nothing", "one_rank_holds_a_part"])
-def test_a_tensor_that_no_rank_has_written_is_not_left_out_without_a_word(tmp_path: Path, leaf: str) -> None:
-    job = partial(left_out_ranks.written_by_nobody, getattr(left_out_ranks, leaf))
+def test_a_tensor_that_no_rank_has_written_is_not_left_out_without_a_word(
+    tmp_path: Path, leaf: str, filter_func: Any
+) -> None:
+    job = partial(left_out_ranks.written_by_nobody, getattr(left_out_ranks, leaf), filter_func)
     assert run(job, 2, tmp_path) == [0, 0]
     assert asyncckpt.list_steps(tmp_path / "checkpoints") == []
 

@@ -27,6 +27,10 @@ def test_a_rank_that_saves_alone_may_try_again_after_an_error(tmp_path: Path) ->
     assert run(partial_tables.alone_after_errors, 2, tmp_path) == [0, 0]
 
 
+def test_a_child_forked_from_a_rank_does_not_talk_on_its_connection(tmp_path: Path) -> None:
+    assert run(partial_tables.forked_from_a_rank, 2, tmp_path) == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_count", [1, 2, 4])
 @pytest.mark.parametrize("door", partial_tables.DOORS)

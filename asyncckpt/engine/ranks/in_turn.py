@@ -201,7 +201,7 @@ class StepInTurn:
             first.written.digests,
             others=texts,
             structures=structures,
-            holds_all=all(target.holds_all for target in self.targets),
+            holds_all=all(part.written.holds_all for part in parts),
         )
 
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from asyncckpt.coordination.pauses import Pauses
-from asyncckpt.coordination.store_line import LineBroken, StoreLine
+from asyncckpt.coordination.store_line import LineBroken, StoreLine, default_store
 from asyncckpt.errors import ConflictError, PeerError, warn
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.store_url import Place
@@ -162,14 +162,14 @@ def meet(path: Place, *, closes: bool = True, what: str = "Saver") -> Meeting | 
     """Wait for the other ranks of the default group to open a directory; None where there is no other rank.
 
     closes: those that have come after MEETING_S save alone. Otherwise others may still come. what: all ranks open.
-    Raises ConflictError for a rank that comes too late, PeerError when the store is gone.
+    Raises ConflictError for a rank that comes too late, PeerError when the store is gone, UsageError in a forked child.
     """
     found = rank_in_group()
     if found is None or found[1] == 1:
         return None
     dist: Any = import_module("torch.distributed")
     name = xxhash.xxh3_128_hexdigest(f"{what} {path}".encode("utf-8", "surrogateescape"))
-    place = dist.PrefixStore(f"asyncckpt/met/{name}", dist.distributed_c10d._get_default_store())
+    place = dist.PrefixStore(f"asyncckpt/met/{name}", default_store())
     meeting = Meeting(place, rank=found[0], ranks_count=found[1])
     try:
         meeting.wait(path, closes=closes)

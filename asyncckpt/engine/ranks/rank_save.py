@@ -175,7 +175,7 @@ class RankSave:
             raise
         await job.let_writes_end()
         job.enter(FutureState.COMMITTING)
-        own_notes: dict[str, Json] = {"structure": written.structure, "holds_all": job.target.holds_all}
+        own_notes: dict[str, Json] = {"structure": written.structure, "holds_all": written.holds_all}
         if self.ranks.is_coordinator:
             return own_notes
         part = encode_part(written.files, job.values, written.body, written.digests)

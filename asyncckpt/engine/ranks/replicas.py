@@ -107,7 +107,7 @@ class Replicas:
         """Return the replicas of a state; the last answer while nothing changed its shape."""
         tensors = [tensor for leaf, tensor in enumerate(flat.tensors) if leaf not in flat.sharded]
         spread = [
-            (leaf, item.whole_shape, item.dtype, item.begins, item.is_writer, item.spread_over)
+            (leaf, item.whole_shape, item.dtype, item.boxes, item.is_writer, item.spread_over)
             for leaf, item in flat.sharded.items()
         ]
         key = (
@@ -177,7 +177,7 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> 
 
 def _boxes(path: str, spread: Sharded, leaf: int) -> Replica:
     """Return the boxes that this rank holds of a leaf: a replica of those of a rank that holds the same ones."""
-    boxes = [(list(piece.begin), list(piece.tensor.shape)) for piece in spread.pieces]
+    boxes = [(list(begin), list(shape)) for begin, shape in spread.boxes]
     size = sum(piece.tensor.nbytes for piece in spread.pieces)
     return Replica(f"{path} {boxes}", size, f"{spread.dtype} boxes of {list(spread.whole_shape)}", leaf=leaf)
 

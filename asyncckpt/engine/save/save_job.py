@@ -35,7 +35,7 @@ from asyncckpt.model.event import Recorder, unix_time
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, U8
 from asyncckpt.options import SaveOptions
-from asyncckpt.pipeline.filters import FilterFunction, identity
+from asyncckpt.pipeline.filters import FilterFunction
 from asyncckpt.pipeline.fingerprints import RowFingerprints
 from asyncckpt.pipeline.row_filters import RowFilter
 from asyncckpt.plan.kept_walk import KeptWalk
@@ -87,11 +87,6 @@ class SaveTarget:
     memory: SaverMemory
     uploads: Uploads
     events: EventLine | None = None
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether nobody's function leaves tensors out."""
-        return self.filter_func is identity
 
     def begin_anew(self) -> None:
         """Take the state for whole, whatever a load has left in it."""
@@ -232,6 +227,7 @@ class Written:
 
     tables: as they are in the checkpoint. dense_structure: a digest of what the manifest says of dense tensors but
     their digests, where it is known without looking at each. fingerprints, missed: see row_fingerprints.Selections.
+    holds_all: the user's filter has left out no tensor, and renamed none.
     """
 
     files: tuple[FileFacts, ...]
@@ -241,6 +237,7 @@ class Written:
     dense_structure: str | None = None
     fingerprints: Mapping[str, RowFingerprints] = field(default_factory=dict)
     missed: Mapping[str, I64] = field(default_factory=dict)
+    holds_all: bool = True
 
     @property
     def structure(self) -> str:

@@ -12,7 +12,7 @@ compared row by row with what the last save wrote, and blocking saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -77,7 +77,15 @@ def _write_files(job: SaveJob, folder: Directory | StoreFolder, attempt: Attempt
     else:
         plan, sources = job.plan, [block.data.source() for block in planned or planned_blocks(job)]
         written = _stream(job, plan.image, plan.body, plan.tables, sources, target)
-    return replace(written, fingerprints=selections.fingerprints, missed=selections.missed)
+    left_out = _leaves(planned or ()) - _leaves(blocks or ())
+    return replace(
+        written, fingerprints=selections.fingerprints, missed=selections.missed, holds_all=left_out <= {None}
+    )
+
+
+def _leaves(blocks: Iterable[StagedBlock]) -> set[int | None]:
+    """Return the numbers of tensors; None: of those with other names, and of columns of tables."""
+    return {block.spec.leaf for block in blocks}
 
 
 def _has_rows_to_leave_out(job: SaveJob) -> bool:

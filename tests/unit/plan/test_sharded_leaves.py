@@ -221,6 +221,24 @@ def test_a_rank_outside_the_mesh_holds_nothing() -> None:
         assert as_sharded(leaf, "weight") == Sharded(whole_shape=(4, 2), dtype=torch.float32, pieces=())
 
 
+def test_each_rank_of_a_smaller_mesh_may_be_the_writer() -> None:
+    """Those that save may be others, as many: they agree upon it."""
+    for rank in range(2):
+        with rank_of(rank, 3):
+            leaf = distribute_tensor(whole_tensor((4, 2)), DeviceMesh("cpu", [0, 1]), [Replicate()], src_data_rank=None)
+            seen = as_sharded(leaf, "weight")
+            assert seen is not None
+            assert (seen.is_writer, seen.spread_over) == (True, 0)
+
+
+def test_a_tensor_outlives_its_process_group() -> None:
+    with rank_of(0, 1):
+        leaf = distribute_tensor(whole_tensor((4, 2)), init_device_mesh("cpu", (1,)), [Shard(0)], src_data_rank=None)
+    seen = as_sharded(leaf, "weight")
+    assert seen is not None
+    assert (seen.is_writer, seen.boxes) == (True, [((0, 0), (4, 2))])
+
+
 def test_an_empty_whole_is_known_on_every_rank() -> None:
     for leaf in seen_by_all(torch.zeros(0, 3), (2,), [Shard(0)]):
         assert [tuple(piece.tensor.shape) for piece in leaf.pieces] == [(0, 3)]

@@ -195,8 +195,7 @@ def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
             delete_key=lambda key: world.delete(f"{place}/{key}"),
         )
 
-    inner = SimpleNamespace(_get_default_store=lambda: None)
-    dist = SimpleNamespace(PrefixStore=part, distributed_c10d=inner)
+    dist = SimpleNamespace(PrefixStore=part)
     Line.world = world
     with monkeypatch.context() as patched:
         patched.setattr(meeting, "StoreLine", Line)
@@ -204,6 +203,7 @@ def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
         patched.setattr(meeting, "time", clock)
         patched.setattr(pauses, "time", clock)
         patched.setattr(meeting, "import_module", lambda _: dist)
+        patched.setattr(meeting, "default_store", lambda: None)
         patched.setattr(meeting, "rank_in_group", lambda: (world.own.rank, world.ranks_count))
         patched.setattr(meeting, "warn", world.warn)
         world.run()

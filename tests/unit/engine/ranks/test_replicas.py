@@ -137,6 +137,7 @@ def test_boxes_that_other_ranks_may_hold_too() -> None:
     assert listed(0, 2).digest != listed(2, 2).digest
     for others in (listed(0, None), listed(0, 4), listed(0, 2, is_writer=False)):
         assert others.items == (), "nobody else can hold them, or another rank writes them"
+    assert [item.leaf for item in listed(0, 0).items] == [0], "the ranks of the mesh may be others than those that save"
     owners = different_owners([listed(begin, 2).items for begin in (0, 2, 0, 2)])
     assert sorted(owners.values()) == [0, 1]
 
