@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from tests.oracles.runs import PIECES, Case
-from tests.oracles.tryout import smaller, try_case
+from tests.oracles.tryout import NoCase, smaller, try_case
 from tests.shares import share_of
 
 CASES = int(os.environ.get("ASYNCCKPT_ORACLES", "1"))
 SEED = int(os.environ.get("ASYNCCKPT_ORACLES_SEED") or "0")
 IS_WHOLE = CASES > 1
+DRAWS_MAX = 4  # Of a hundred mixtures one is such that torch cannot make or train it: another one is drawn.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1200)]
 
 # What comes back as a plainer type, as the pages say.
@@ -90,8 +91,14 @@ def test_each_piece_alone_comes_back_as_from_torch(piece: str) -> None:
 
 @pytest.mark.parametrize("number", range(CASES))
 def test_mixtures_come_back_as_from_torch(number: int) -> None:
-    seed = SEED * 1_000_003 + number
-    case = Case.drawn(seed, DRAWN)
-    wrapped = (bool(seed & 1), bool(seed & 2))
-    found = wrong(case, is_wrapped=wrapped)
-    assert not found, f"seed {seed}, {wrapped}: " + told(case, found)
+    seeds = [SEED * 1_000_003 + number + (draw << 40) for draw in range(DRAWS_MAX)]
+    for seed in seeds:
+        case, wrapped = Case.drawn(seed, DRAWN), (bool(seed & 1), bool(seed & 2))
+        try:
+            found = wrong(case, is_wrapped=wrapped)
+        except NoCase as error:
+            print(error)
+            continue
+        assert not found, f"seed {seed}, {wrapped}: " + told(case, found)
+        return
+    pytest.fail(f"torch can do none of seeds {seeds}")
