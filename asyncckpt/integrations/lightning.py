@@ -191,6 +191,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         if self._checkpointer is None or noted is None or not noted.is_followed:
             return  # Before training, or in the middle of accumulated gradients.
         noted.go_on(copied, trainer)
+        noted.callbacks = self._states_of_others(trainer)  # The end of the epoch may begin, and not be reached.
         if self.monitor is None or noted.is_told:
             return
         found = trainer.callback_metrics.get(self.monitor)

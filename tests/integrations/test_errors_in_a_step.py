@@ -129,6 +129,35 @@ def test_callbacks_of_lightning_count_a_step_that_failed_once(
     assert epochs == 1.0 or parts.drawn == whole.drawn
 
 
+class CountingEnds(callbacks.Callback):
+    """Counts the epochs that have ended."""
+
+    ended = 0
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.ended += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ended": self.ended}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ended = state_dict["ended"]
+
+
+@pytest.mark.parametrize("held_out", [None, lightning_job.held_out()])
+def test_callbacks_of_lightning_count_an_end_of_an_epoch_that_failed_once(held_out: Any, tmp_path: Path) -> None:
+    def fitted(*more: Any) -> int:
+        counting, saved = CountingEnds(), AsyncCheckpoint(tmp_path, every_n_train_steps=100)
+        running = lightning_job.trainer(tmp_path, counting, *more, saved)
+        running.fit(Model(), batches(), held_out, ckpt_path="last")
+        return counting.ended
+
+    with pytest.raises(ValueError, match="broken"):
+        fitted(Raising("on_train_epoch_end", 10, ValueError("broken")))
+    assert asyncckpt.list_steps(tmp_path) == [10]
+    assert fitted() == 2
+
+
 def test_a_run_that_begins_anew_with_smaller_batches_is_ended(tmp_path: Path) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory.")
     for step, ends in ((6, True), (1, False)):
