@@ -19,8 +19,8 @@ from asyncckpt.format.manifest import FileFacts
 from asyncckpt.native import PAGE_BYTES, U8, DrainOptions, FileImage, core
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan, ImagePlan
+from asyncckpt.shard.files import OpenShard, ShardFiles, ShardTarget
 from asyncckpt.shard.sent import send_file
-from asyncckpt.shard.target import OpenShard, ShardFiles, ShardTarget
 from asyncckpt.storage.store_folder import StoreFolder
 
 DIGEST_THREADS_MAX = 4  # Beside a trainer on all cores: so many are as fast as the memory of most machines.
