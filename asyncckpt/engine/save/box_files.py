@@ -35,8 +35,7 @@ from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.state import still
-from asyncckpt.shard.drain import drain_images
-from asyncckpt.shard.files import ShardTarget
+from asyncckpt.shard.files import ShardTarget, drain_images
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.snapshot.block_data import tensor_source
 from asyncckpt.snapshot.tensor_copies import look
