@@ -22,14 +22,12 @@ from asyncckpt.engine.process.closing import Closing
 from asyncckpt.engine.process.event_line import EVENTS_WAIT_S, EventLine
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
-from asyncckpt.engine.process.in_flight import RunningCalls
-from asyncckpt.engine.process.open_errors import OpenErrors
+from asyncckpt.engine.process.in_flight import OpenErrors, RunningCalls, SaveCounts
 from asyncckpt.engine.ranks.holdings import check_said
 from asyncckpt.engine.ranks.open_directory import Opened, announce_refused, open_directory, which_shard
 from asyncckpt.engine.ranks.saver_ranks import announce_failed
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
-from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
 from asyncckpt.engine.upload.uploads import Uploads
