@@ -24,7 +24,7 @@ from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_info import LoadFilter, Loads, Offer
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
-from asyncckpt.plan.module_sources import ModuleSources
+from asyncckpt.plan.loaded_modules import ModuleSources
 from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
 from asyncckpt.plan.resizing_modules import ResizingModules
