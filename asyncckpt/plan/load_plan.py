@@ -24,10 +24,9 @@ from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_info import LoadFilter, Loads, Offer
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
-from asyncckpt.plan.loaded_modules import ModuleSources
+from asyncckpt.plan.loaded_modules import ModuleSources, ResizingModules
 from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
-from asyncckpt.plan.resizing_modules import ResizingModules
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.plan.wrapped_names import wrapped_hint
 
@@ -72,7 +71,7 @@ class TableLoadPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is loaded. metadata: of modules and `state_dicts`. not_given: see module_sources.py. apart: targets that
+    """All that is loaded. metadata: of modules and `state_dicts`. not_given: see loaded_modules.py. apart: targets that
     overlap, see overlapping_targets.py. is_empty: nothing of what the targets ask for.
     """
 
