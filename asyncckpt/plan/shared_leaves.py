@@ -27,7 +27,7 @@ import torch
 from asyncckpt.format.tree import tensor_paths
 from asyncckpt.model.sharing import NOTHING_SHARED, SharedMemory, SharedView, Sharing, TiedLeaf
 from asyncckpt.native import I64, U64
-from asyncckpt.plan.leaf_checks import BLOW_UP_BYTES_MAX
+from asyncckpt.plan.leaf_memory import BLOW_UP_BYTES_MAX
 from asyncckpt.plan.state import FlatState
 
 _ALIGNMENT = 16  # Of the largest elements.
