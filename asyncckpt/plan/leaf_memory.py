@@ -1,16 +1,41 @@
-"""What a leaf must be like to be saved, or to be loaded into, as its plain values."""
+"""The memory of leaves: what a leaf must be like to be saved or loaded into as its plain values, and which share it.
+
+By their addresses, what is tied is stored once, what overlaps is told apart:
+
+    the same elements in the same memory     tied: one of them has blocks, for all
+    memory that overlaps in any other way    each has blocks of its own, and the manifest says where in that memory
+    the same storage, but apart              nothing is shared
+    alone, dense, but in another order       as what overlaps: an optimizer's state keeps the strides of its parameter,
+                                             which fused steps ask for (torch.channels_last)
+
+Left out are leaves that are spread over ranks, or lie on devices whose addresses mean nothing here; conjugated and
+negated views; and, but for tied ones, leaves with several elements in one place (other than by a stride of 0), and
+memory that is larger by over 16 MiB than all that lies in it.
+
+Of tied leaves the one with the smallest path is stored. So ranks that tie different ones of them, and write each
+other's replicas, leave none out: each is stored, or tied to one with a smaller path.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.dtypes import stored_dtype
+from asyncckpt.format.tree import tensor_paths
+from asyncckpt.model.sharing import NOTHING_SHARED, SharedMemory, SharedView, Sharing, TiedLeaf
+from asyncckpt.native import I64, U64
+from asyncckpt.plan.state import FlatState
 
 BLOW_UP_BYTES_MAX = 16 << 20
+_ALIGNMENT = 16  # Of the largest elements.
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -67,3 +92,141 @@ def check_extent(tensor: torch.Tensor, name: str) -> None:
             expected=f"about its storage's {storage_bytes} bytes",
             hint="save the tensor it was expanded from, or call .contiguous()",
         )
+
+
+# -- shared memory -----------------------------------------------------------------------------------------------------
+
+
+class LeafMemory:
+    """Where the leaves of a state are, and which of them overlap.
+
+    begins: their addresses, uint64 [leaves]. overlapping: in groups, those whose memory overlaps. turned: those whose
+    elements fill their memory in another order than that of their dimensions.
+    """
+
+    def __init__(self, flat: FlatState, device_of: Callable[[torch.Tensor], int | None], addresses: U64) -> None:
+        """Read it of a state whose leaves passed check_leaf. addresses: of FlatState.held."""
+        spans = [
+            0 if leaf in flat.sharded or not _has_address(tensor, device_of) else _span(tensor)
+            for leaf, tensor in enumerate(flat.tensors)
+        ]
+        self.turned = [
+            leaf
+            for leaf, tensor in enumerate(flat.tensors)
+            if spans[leaf] and spans[leaf] == tensor.nbytes and not tensor.is_contiguous()
+        ]
+        self._spans: I64 = np.array(spans, dtype=np.int64)  # 0 of what shares nothing.
+        self._some: I64 = np.flatnonzero(self._spans)
+        self.begins = self._of_leaves(addresses)
+        self.overlapping = self._overlapping(self.begins)
+
+    def is_shared_alike(self, addresses: U64) -> bool:
+        """Return whether leaves of the same facts share memory as these do. addresses: where FlatState.held are now."""
+        begins = self._of_leaves(addresses)
+        if np.array_equal(begins, self.begins):
+            return True
+        if not len(self._some) or _apart(self.overlapping, self.begins) != _apart(self._overlapping(begins), begins):
+            return False
+        self.begins = begins
+        return True
+
+    def _of_leaves(self, addresses: U64) -> U64:
+        begins = np.zeros(len(self._spans), dtype=np.uint64)
+        begins[self._some] = addresses[self._some]
+        return begins
+
+    def _overlapping(self, begins: U64) -> list[list[int]]:
+        order = self._some[np.argsort(begins[self._some], kind="stable")]
+        first, ends = begins[order], begins[order] + self._spans[order].astype(np.uint64)
+        linked = np.flatnonzero(first[1:] < np.maximum.accumulate(ends)[:-1])
+        if not len(linked):
+            return []
+        runs = np.split(linked, np.flatnonzero(np.diff(linked) > 1) + 1)
+        return [sorted(order[run[0] : run[-1] + 2].tolist()) for run in runs]
+
+
+def _apart(groups: Sequence[Sequence[int]], begins: U64) -> list[list[tuple[int, int]]]:
+    """Return what sharing follows from: of each group, how far the memory of its leaves is apart."""
+    bases = [min(int(begins[leaf]) for leaf in group) // _ALIGNMENT * _ALIGNMENT for group in groups]
+    return [
+        [(leaf, int(begins[leaf]) - base) for leaf in group] for group, base in sorted(zip(groups, bases, strict=True))
+    ]
+
+
+def sharing_of(flat: FlatState, memory: LeafMemory, names: Sequence[str]) -> Sharing:
+    """Return what leaves share; names: of all leaves."""
+    grouped, begins = {leaf for group in memory.overlapping for leaf in group}, memory.begins
+    groups = memory.overlapping + [[leaf] for leaf in memory.turned if leaf not in grouped]
+    if not groups:
+        return NOTHING_SHARED
+    paths = [json.dumps(path) for path in tensor_paths(flat.tree)]
+    tied: list[TiedLeaf] = []
+    memories: list[SharedMemory] = []
+    for group in groups:
+        alike: dict[object, list[int]] = defaultdict(list)
+        for leaf in group:
+            tensor = flat.tensors[leaf]
+            place = int(begins[leaf]), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+            alike[place].append(leaf)
+        stored = []
+        for leaves in alike.values():
+            first, *others = sorted(leaves, key=paths.__getitem__)
+            tied += [TiedLeaf(names[leaf], leaf, first) for leaf in others]
+            stored.append(first)
+        memories += _memories(flat, stored, begins)
+    return Sharing(tuple(tied), tuple(memories))
+
+
+def _memories(flat: FlatState, leaves: Sequence[int], begins: U64) -> Iterator[SharedMemory]:
+    """Return the memory of leaves that overlap, one for each device."""
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for leaf in leaves:
+        tensor = flat.tensors[leaf]
+        if int(begins[leaf]) % tensor.element_size() == 0 and not overlaps_itself(once(tensor)):
+            by_device[tensor.device].append(leaf)
+    for own in by_device.values():
+        tensors = [flat.tensors[leaf] for leaf in own]
+        addresses = [int(begins[leaf]) for leaf in own]
+        begin = min(addresses) // _ALIGNMENT * _ALIGNMENT
+        size = max(at + _span(tensor) for at, tensor in zip(addresses, tensors, strict=True)) - begin
+        is_shared = len(own) > 1 or not tensors[0].is_contiguous()  # One alone is the stored one of tied leaves.
+        if is_shared and size <= sum(tensor.nbytes for tensor in tensors) + BLOW_UP_BYTES_MAX:
+            places = zip(own, addresses, tensors, strict=True)
+            views = tuple(SharedView(leaf, at - begin, tuple(tensor.stride())) for leaf, at, tensor in places)
+            yield SharedMemory(size, views)
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with one of those elements that a stride of 0 repeats."""
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether two indices may share memory: some dimension does not step over all that smaller strides span."""
+    spanned = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < spanned:
+            return True
+        spanned += stride * (size - 1)
+    return False
+
+
+def _has_address(tensor: torch.Tensor, device_of: Callable[[torch.Tensor], int | None]) -> bool:
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.is_cpu or device_of(tensor) is not None
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first to behind the last element."""
+    return span(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of memory there are from the first to behind the last one; 0 where there are none."""
+    if not math.prod(shape):
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

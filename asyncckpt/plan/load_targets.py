@@ -44,9 +44,8 @@ from asyncckpt.format.tree import (
 )
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.leaf_memory import check_leaf
+from asyncckpt.plan.leaf_memory import check_leaf, overlaps_itself
 from asyncckpt.plan.sharded_leaves import as_sharded
-from asyncckpt.plan.shared_leaves import overlaps_itself
 from asyncckpt.plan.state import FlatState, flatten
 from asyncckpt.plan.wrapped_names import outer_prefix
 

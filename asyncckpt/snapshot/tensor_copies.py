@@ -22,8 +22,7 @@ from asyncckpt.devices.watches import Watch
 from asyncckpt.native import I64, U64, core
 from asyncckpt.plan.dense_blocks import BY_HOST, BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.leaf_facts import LeafFacts, changed, read_places, without_memory
-from asyncckpt.plan.leaf_memory import check_extent
-from asyncckpt.plan.shared_leaves import LeafMemory
+from asyncckpt.plan.leaf_memory import LeafMemory, check_extent
 from asyncckpt.plan.state import still
 
 
