@@ -27,7 +27,7 @@ from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
-from asyncckpt.plan.load_info import LoadFilter
+from asyncckpt.plan.load_offer import LoadFilter
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.shard.reader import read_threads

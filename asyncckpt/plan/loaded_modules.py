@@ -21,7 +21,7 @@ import torch
 from asyncckpt.format.module_facts import module_of
 from asyncckpt.format.tree import VALUE, Path, descend, metadata_for, module_metadata, path_name
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_info import Loads
+from asyncckpt.plan.load_offer import Loads
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, is_extra_state
 from asyncckpt.plan.object_checks import form_of, loads_as
 from asyncckpt.plan.wrapped_names import PlainNames

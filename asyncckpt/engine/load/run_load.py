@@ -51,7 +51,7 @@ from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import HasCompanions, Table
 from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of
-from asyncckpt.plan.load_info import LoadFilter
+from asyncckpt.plan.load_offer import LoadFilter
 from asyncckpt.plan.load_plan import LoadPlan, TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, is_extra_state
 from asyncckpt.plan.object_checks import parameters_at
