@@ -1,6 +1,6 @@
 """Match a checkpoint with its targets: what is loaded from where, and every check before a byte is read.
 
-What could be loaded, and the filter on it, is in load_info.py.
+What could be loaded, and the filter on it, is in load_offer.py.
 """
 
 from __future__ import annotations

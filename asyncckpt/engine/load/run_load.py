@@ -51,12 +51,11 @@ from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import HasCompanions, Table
 from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of
-from asyncckpt.plan.load_offer import LoadFilter
+from asyncckpt.plan.load_offer import LoadFilter, as_targets_name_it
 from asyncckpt.plan.load_plan import LoadPlan, TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, is_extra_state
 from asyncckpt.plan.object_checks import parameters_at
 from asyncckpt.plan.overlapping_targets import put_in_place
-from asyncckpt.plan.unwrapped_contents import as_targets_name_it
 from asyncckpt.plan.wrapped_names import with_wrapped_names
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
