@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.devices.watches import Watch
-from asyncckpt.native import I64, U64, core
+from asyncckpt.native import I64, U64
 from asyncckpt.plan.dense_blocks import BY_HOST, BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.leaf_facts import LeafFacts, changed, read_places, without_memory
 from asyncckpt.plan.leaf_memory import LeafMemory, check_extent
@@ -173,53 +172,3 @@ def tensors_over(memory: torch.Tensor, begins: I64, like: Sequence[torch.Tensor]
         offset = whole.storage_offset() + begin // tensor.dtype.itemsize
         made.append(whole.as_strided(tensor.shape, like_it.stride(), offset))
     return made
-
-
-def lay_rows(
-    columns: Sequence[tuple[torch.Tensor, int, int]],
-    rows: I64,
-    places: I64 | None,
-    copies: HostCopies,
-    *,
-    below: int | None = None,
-) -> None:
-    """Copy rows of columns (tensor, address on the host, row bytes) to their places; None: one behind the other.
-
-    Rows on a device are listed in `copies`. below: the device from which what lies at the places is copied first.
-    """
-    if not len(rows):
-        return
-    on_host: list[tuple[int, int, int]] = []
-    on_devices: dict[int, list[tuple[int, int, int]]] = {}
-    kept: list[torch.Tensor] = []
-    for source, target, row_bytes in columns:
-        device = copies.device_of(source)
-        if device is not None and below in (None, device) and source.is_contiguous():
-            on_devices.setdefault(device, []).append((source.data_ptr(), target, row_bytes))
-            kept.append(source)
-        elif device is None and below is None and source.is_cpu and source.is_contiguous():
-            on_host.append((source.data_ptr(), target, row_bytes))
-        else:  # Brought over here and now: strides, other devices, rows that have to wait for those below.
-            found = to_host(source.index_select(0, torch.from_numpy(rows).to(source.device)))
-            own = np.array([(found.data_ptr(), target, row_bytes)], dtype=np.uint64)
-            _put(found, own, places, len(rows), copies, below)
-    if on_host:
-        core.copy_rows(np.array(on_host, dtype=np.uint64), rows, places)
-    for device, own_columns in on_devices.items():
-        copies.on(device).add_rows(np.array(own_columns, dtype=np.uint64), rows, places, kept)
-
-
-def _put(
-    found: torch.Tensor, columns: U64, places: I64 | None, count: int, copies: HostCopies, below: int | None
-) -> None:
-    """Put rows that are on the host in their places; when those below are there."""
-    in_order = np.arange(count, dtype=np.int64)
-
-    def put() -> None:
-        assert len(found) == count
-        core.copy_rows(columns, in_order, places)
-
-    if below is None:
-        put()
-    else:
-        copies.on(below).add_work(put)
