@@ -38,7 +38,7 @@ from asyncckpt.plan.state import still
 from asyncckpt.shard.files import ShardTarget, drain_images
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.snapshot.block_data import tensor_source
-from asyncckpt.snapshot.tensor_copies import look
+from asyncckpt.snapshot.capture import look
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
