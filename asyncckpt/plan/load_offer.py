@@ -40,7 +40,7 @@ from asyncckpt.format.tree import (
 from asyncckpt.model.table import Table
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
-from asyncckpt.plan.wrapped_names import PlainNames, has_wrappers, without_sure_parts
+from asyncckpt.plan.wrapped_names import PlainNames, bare_name, has_wrappers, without_sure_parts
 
 T = TypeVar("T")
 Loads = dict[str, dict[str, list[str]]]
@@ -246,3 +246,17 @@ def _plain_metadata(item: Rebuilt, metadata: Mapping[str, Any], prefix: str) -> 
         name = f"{stored}.".removeprefix(prefix)[:-1]
         plain = name if name in own else names.of_module(name)
         yield (without_sure_parts(f"{name}.")[:-1] if plain == name and name not in own else plain), local
+
+
+def wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
+    """Return a hint if names differ from the stored ones only in what a wrapper of a module puts before them."""
+    both = set(missing) & set(unexpected)
+    if both:
+        return f"; {min(both)!r} is there in a state nested otherwise: give objects and dicts as they were saved"
+    bare = {bare_name(name) for name in missing} & {bare_name(name) for name in unexpected}
+    if not bare:
+        return ""
+    return (
+        "; names differ only in 'module.' (DDP, dense_state_of) or '_orig_mod.' (torch.compile): give the module that "
+        "was wrapped, and dense_state_of(module) only where that was saved"
+    )

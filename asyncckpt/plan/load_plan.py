@@ -22,13 +22,12 @@ from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
 from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer
+from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, wrapped_hint
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
 from asyncckpt.plan.loaded_modules import ModuleSources, ResizingModules
 from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
-from asyncckpt.plan.wrapped_names import wrapped_hint
 
 PROBLEMS_SHOWN_MAX = 20
 
