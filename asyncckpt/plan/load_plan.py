@@ -283,7 +283,7 @@ class _Match:
             for column in columns:
                 self._check_column(name, column, stored, schema.column(column))
             for shard in stored.shards:
-                if _may_share_ids(shard.shard, table):
+                if owns_ids(table) or may_share_ids(shard.shard, table.shard):
                     chosen.append((shard, tuple(columns)))
                 else:
                     passed_over.append(shard)
@@ -390,8 +390,3 @@ def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) ->
 
     paths = ((name, contents.dense[name].path) for name in unexpected if name in contents.dense)
     return ((name, path) for name, path in paths if is_inside(path))
-
-
-def _may_share_ids(stored: Shard, table: Table) -> bool:
-    """Return whether a stored shard may hold ids of a table."""
-    return owns_ids(table) or may_share_ids(stored, table.shard)

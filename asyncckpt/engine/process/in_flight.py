@@ -79,7 +79,10 @@ class OpenErrors:
                     uninterrupted.if_raised(partial(self.watch, future))
                     raise error
         finally:
-            self._drop_settled()
+            # Keep no future whose outcome was reported: its error's traceback holds the whole save.
+            if self._pid == os.getpid():
+                with self._guard:
+                    self._futures = [future for future in self._futures if not future.done() or future._claim.is_open]
 
     def wait(self, timeout: float) -> None:
         """Wait until nothing is in flight, whatever comes of it. DeadlineError."""
@@ -99,12 +102,6 @@ class OpenErrors:
             return []
         with self._guard:
             return list(self._futures)
-
-    def _drop_settled(self) -> None:
-        """Keep no future whose outcome was reported: its error's traceback holds the whole save."""
-        if self._pid == os.getpid():
-            with self._guard:
-                self._futures = [future for future in self._futures if not future.done() or future._claim.is_open]
 
 
 class SaveCounts:
