@@ -28,7 +28,7 @@ from asyncckpt.format.names import split_shard_path
 from asyncckpt.format.strict_json import looks_like
 from asyncckpt.native import CancelledDrain, Progress, Reads, ShortFile, core
 from asyncckpt.shard.check_header import blocks_by_file, check_header, owner_of
-from asyncckpt.shard.store_files import StoreFiles, StoreReader
+from asyncckpt.shard.store_files import StoreReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
 from asyncckpt.storage.folder import ReadFolder
@@ -135,6 +135,43 @@ def _what_it_is(fd: int) -> str | None:
     with contextlib.suppress(OSError):
         return looks_like(system.pread(fd, _SNIFFED_BYTES, 0))
     return None
+
+
+class StoreFiles:
+    """The shard files of one manifest in a store, which were looked at: their numbers, in its order.
+
+    wanted: which files may be read; None: all.
+    """
+
+    def __init__(self, reader: StoreReader, manifest: Manifest, *, wanted: Collection[int] | None) -> None:
+        files = manifest.head.files
+        used = [number for number in range(len(files)) if wanted is None or number in wanted]
+        self.fds: list[int] = [NOT_OPEN] * len(files)
+        self.direct: Sequence[bool] = [False] * len(files)
+        for number in used:
+            self.fds[number] = reader.open(files[number].path)
+        blocks = blocks_by_file(manifest)
+
+        def look(number: int) -> None:
+            header = _header_of(reader, self.fds[number], files[number], manifest)
+            check_header(header, files[number], blocks[number], manifest)
+
+        for _ in reader.at_once(look, used):
+            pass
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _header_of(reader: StoreReader, number: int, file: FileFacts, manifest: Manifest) -> bytes:
+    """Return the bytes of a header, of a file that has its size. CorruptError."""
+    try:
+        raw, size = reader.begin_of(number, file.header_bytes)
+    except NotFoundError as error:
+        raise CorruptError(f"{owner_of(file, manifest)} is missing") from error
+    if size != file.bytes:
+        raise CorruptError(f"{owner_of(file, manifest)} has the wrong size", found=size, expected=file.bytes)
+    return raw
 
 
 class ChainReader:
