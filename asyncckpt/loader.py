@@ -16,8 +16,7 @@ from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.process.background import workers
-from asyncckpt.engine.process.closing import WaitsUntilFree
-from asyncckpt.engine.process.event_loop import check_may_wait_for
+from asyncckpt.engine.process.event_loop import WaitsUntilFree, check_may_wait_for
 from asyncckpt.engine.process.future import FutureState, LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step

@@ -18,8 +18,8 @@ from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background
-from asyncckpt.engine.process.closing import Closing
 from asyncckpt.engine.process.event_line import EVENTS_WAIT_S, EventLine
+from asyncckpt.engine.process.event_loop import Closing
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.process.in_flight import OpenErrors, RunningCalls, SaveCounts
