@@ -20,10 +20,9 @@ from asyncckpt.format.tree import Path, path_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
-from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, wrapped_hint
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, can_be_cast, overlap, owner_of
 from asyncckpt.plan.loaded_modules import ModuleSources, ResizingModules
 from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps

@@ -27,6 +27,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.encodings.cast import FLOATS, INTEGERS
 from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import (
     TENSOR,
@@ -346,3 +347,11 @@ def _stored_list(item: Rebuilt, group: int, values: Mapping[Path, Any]) -> Itera
         if path not in values:
             return
         yield values[path]
+
+
+def can_be_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether cast=True converts a dtype: floats to floats, integers to integers that hold all of theirs."""
+    if stored in INTEGERS and wanted in INTEGERS:
+        have, hold = torch.iinfo(stored), torch.iinfo(wanted)
+        return hold.min <= have.min and have.max <= hold.max
+    return stored in FLOATS and wanted in FLOATS
