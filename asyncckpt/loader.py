@@ -16,8 +16,7 @@ from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.process.background import workers
-from asyncckpt.engine.process.closing import WaitsUntilFree
-from asyncckpt.engine.process.event_loop import check_may_wait_for
+from asyncckpt.engine.process.event_loop import WaitsUntilFree, check_may_wait_for
 from asyncckpt.engine.process.future import FutureState, LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
@@ -27,7 +26,7 @@ from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
-from asyncckpt.plan.load_info import LoadFilter
+from asyncckpt.plan.load_offer import LoadFilter
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.shard.reader import read_threads

@@ -18,18 +18,16 @@ from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background
-from asyncckpt.engine.process.closing import Closing
 from asyncckpt.engine.process.event_line import EVENTS_WAIT_S, EventLine
+from asyncckpt.engine.process.event_loop import Closing
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
-from asyncckpt.engine.process.open_errors import OpenErrors
-from asyncckpt.engine.process.running_calls import RunningCalls
+from asyncckpt.engine.process.in_flight import OpenErrors, RunningCalls, SaveCounts
 from asyncckpt.engine.ranks.holdings import check_said
 from asyncckpt.engine.ranks.open_directory import Opened, announce_refused, open_directory, which_shard
 from asyncckpt.engine.ranks.saver_ranks import announce_failed
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
-from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
 from asyncckpt.engine.upload.uploads import Uploads

@@ -52,7 +52,7 @@ ALLOWED = {
     ("loader.py", "streams.wait()"): EVENT,
     ("periodic.py", "future.result()"): DONE,
     ("plan/sharded_leaves.py", "wait()"): "a collective of torch, which has the deadline of its group",
-    ("shard/drain.py", "sending.exception()"): SENDING,
+    ("shard/files.py", "sending.exception()"): SENDING,
     ("shard/sent.py", "self._sending.result()"): SENDING,
     ("shard/sent.py", "self._parts.get()"): "the writer of the file, which closes it however it ends",
     ("shard/stream.py", "running.pop().result()"): MEMORY,

@@ -49,7 +49,7 @@ from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import Durability, SaveOptions
 from asyncckpt.plan.rename import Names
-from asyncckpt.shard.target import ShardTarget
+from asyncckpt.shard.files import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.staging.file_memory import FileMemory
 from asyncckpt.storage.directory import check_path, io_failed

@@ -20,7 +20,7 @@ from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.weights_only import why_refused
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import U64
-from asyncckpt.plan.leaf_checks import BLOW_UP_BYTES_MAX
+from asyncckpt.plan.leaf_memory import BLOW_UP_BYTES_MAX
 from asyncckpt.plan.tree_size import check_tree_size
 from asyncckpt.storage.directory import io_failed
 from asyncckpt.storage.real_folder import real_folder

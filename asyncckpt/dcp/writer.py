@@ -49,7 +49,7 @@ from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.native import Progress
 from asyncckpt.options import DeviceOptions, Durability, KeepPolicy, SaveOptions
-from asyncckpt.shard.target import ShardTarget
+from asyncckpt.shard.files import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.folder import check_place

@@ -30,8 +30,7 @@ from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
 from asyncckpt.embcache.rank_folders import METADATA_KEY, earlier_steps, rank_folders, steps_of
 from asyncckpt.embcache.ranks import Peers, which_saver
 from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
-from asyncckpt.engine.process.closing import Closing
-from asyncckpt.engine.process.event_loop import check_may_wait_here
+from asyncckpt.engine.process.event_loop import Closing, check_may_wait_here
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.open_directory import announce_open, leave_out_opening

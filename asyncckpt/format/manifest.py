@@ -23,8 +23,8 @@ from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_na
 from asyncckpt.format.strict_json import Json, looks_like
 from asyncckpt.format.tree import Node
 from asyncckpt.model.block import PlacedBlock, TableFacts
-from asyncckpt.model.leaf import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
+from asyncckpt.native.digest_rows import DIGEST_BYTES, LEAF_BYTES
 
 FORMAT = "asyncckpt"
 VERSION = 1

@@ -39,9 +39,9 @@ from asyncckpt.model.source import ByteSource
 from asyncckpt.model.store_url import Place
 from asyncckpt.options import BusyPolicy
 from asyncckpt.plan.rename import Names
+from asyncckpt.shard.files import ShardTarget
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import stored_source
-from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.store_answers import NoBucketError

@@ -26,7 +26,7 @@ from asyncckpt.model.source import ByteSource
 from asyncckpt.native import Progress, row_begins
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan, ImagePlan
-from asyncckpt.shard.target import ShardTarget
+from asyncckpt.shard.files import ShardTarget
 from asyncckpt.storage.directory import Directory, io_failed
 from asyncckpt.storage.written_chunks import WrittenChunks
 

@@ -1,7 +1,7 @@
 """Digests of blocks with those of their leaves: uint8 [rows, 16].
 
 Each block has a row, its digest. Behind it are those of its leaves, where it has more than one: with these a part of
-the block can be verified alone.
+the block can be verified alone. See "The digest" of docs/format.md.
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncckpt.model.leaf import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.native.contract import I64, U8, U64
+
+LEAF_BYTES = 4 << 20
+DIGEST_BYTES = 16
+
+
+def leaves_count(bytes: int) -> int:
+    """Return how many leaves of a block have digests of their own: 0 where all of it is one leaf."""
+    return -(-bytes // LEAF_BYTES) if bytes > LEAF_BYTES else 0
 
 
 def row_begins(bytes: Sequence[int] | I64 | U64) -> I64:

@@ -20,7 +20,7 @@ from asyncckpt.format.tree import check_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.model.write_block import WriteBlock
-from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.plan.leaf_memory import check_leaf
 
 FilterFunction = Callable[[list[WriteBlock]], Sequence[WriteBlock]]
 

@@ -13,8 +13,7 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import Role
 from asyncckpt.native import I64
 from asyncckpt.plan.image import array_spec
-from asyncckpt.plan.leaf_checks import is_plain
-from asyncckpt.plan.shared_leaves import span
+from asyncckpt.plan.leaf_memory import is_plain, span
 
 BY_HOST, BY_TORCH = -1, -2
 

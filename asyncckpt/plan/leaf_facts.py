@@ -17,7 +17,7 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.native.tensors import PLACE, Places
 from asyncckpt.native.torch_calls import KnownTensors
-from asyncckpt.plan.leaf_checks import check_leaf, is_transformed
+from asyncckpt.plan.leaf_memory import check_leaf, is_transformed
 from asyncckpt.plan.state import PLAIN_TENSORS, still
 
 _FORMS_MAX = 4

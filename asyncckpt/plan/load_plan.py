@@ -1,6 +1,6 @@
 """Match a checkpoint with its targets: what is loaded from where, and every check before a byte is read.
 
-What could be loaded, and the filter on it, is in load_info.py.
+What could be loaded, and the filter on it, is in load_offer.py.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from asyncckpt.format.tree import Path, path_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
-from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_info import LoadFilter, Loads, Offer
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
-from asyncckpt.plan.module_sources import ModuleSources
+from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, wrapped_hint
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, can_be_cast, overlap, owner_of
+from asyncckpt.plan.loaded_modules import ModuleSources, ResizingModules
 from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
-from asyncckpt.plan.resizing_modules import ResizingModules
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
-from asyncckpt.plan.wrapped_names import wrapped_hint
 
 PROBLEMS_SHOWN_MAX = 20
 
@@ -72,7 +69,7 @@ class TableLoadPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is loaded. metadata: of modules and `state_dicts`. not_given: see module_sources.py. apart: targets that
+    """All that is loaded. metadata: of modules and `state_dicts`. not_given: see loaded_modules.py. apart: targets that
     overlap, see overlapping_targets.py. is_empty: nothing of what the targets ask for.
     """
 
@@ -285,7 +282,7 @@ class _Match:
             for column in columns:
                 self._check_column(name, column, stored, schema.column(column))
             for shard in stored.shards:
-                if _may_share_ids(shard.shard, table):
+                if owns_ids(table) or may_share_ids(shard.shard, table.shard):
                     chosen.append((shard, tuple(columns)))
                 else:
                     passed_over.append(shard)
@@ -392,8 +389,3 @@ def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) ->
 
     paths = ((name, contents.dense[name].path) for name in unexpected if name in contents.dense)
     return ((name, path) for name, path in paths if is_inside(path))
-
-
-def _may_share_ids(stored: Shard, table: Table) -> bool:
-    """Return whether a stored shard may hold ids of a table."""
-    return owns_ids(table) or may_share_ids(stored, table.shard)

@@ -27,6 +27,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.encodings.cast import FLOATS, INTEGERS
 from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import (
     TENSOR,
@@ -44,9 +45,8 @@ from asyncckpt.format.tree import (
 )
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.plan.leaf_memory import check_leaf, overlaps_itself
 from asyncckpt.plan.sharded_leaves import as_sharded
-from asyncckpt.plan.shared_leaves import overlaps_itself
 from asyncckpt.plan.state import FlatState, flatten
 from asyncckpt.plan.wrapped_names import outer_prefix
 
@@ -347,3 +347,11 @@ def _stored_list(item: Rebuilt, group: int, values: Mapping[Path, Any]) -> Itera
         if path not in values:
             return
         yield values[path]
+
+
+def can_be_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether cast=True converts a dtype: floats to floats, integers to integers that hold all of theirs."""
+    if stored in INTEGERS and wanted in INTEGERS:
+        have, hold = torch.iinfo(stored), torch.iinfo(wanted)
+        return hold.min <= have.min and have.max <= hold.max
+    return stored in FLOATS and wanted in FLOATS

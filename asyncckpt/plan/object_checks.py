@@ -15,7 +15,7 @@ were: one may have been made before its optimizer got the last ones.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,6 +149,14 @@ def memory_of(tensor: Any) -> object:
     address = local.data_ptr() if local.numel() else 0
     form = tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg()
     return (address, *form) if address else None
+
+
+def parameters_at(places: Collection[object], owners: Iterable[Any]) -> Mapping[int, torch.dtype]:
+    """Return the ids and dtypes of the parameters that torch's load_state_dict gives states, of those at such places,
+    see `memory_of`."""
+    optimizers = (owner for owner in owners if loads_as(torch.optim.Optimizer, owner))
+    parameters = (each for owner in optimizers for group in owner.param_groups for each in group["params"])
+    return {id(each): each.dtype for each in parameters if memory_of(each) in places}
 
 
 def form_of(stored: StoredDense | None) -> torch.Tensor:

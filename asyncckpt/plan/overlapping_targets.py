@@ -23,8 +23,8 @@ from asyncckpt.errors import IncompatibleError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import StoredDense
+from asyncckpt.plan.leaf_memory import span
 from asyncckpt.plan.load_targets import InPlace
-from asyncckpt.plan.shared_leaves import span
 
 _ADDRESSED = ("cpu", "cuda")
 # More targets in one run of memory than these are taken to overlap without a look at every pair.

@@ -31,10 +31,9 @@ from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.leaf_facts import LeafFacts, read_places
+from asyncckpt.plan.leaf_memory import LeafMemory, check_leaf, sharing_of
 from asyncckpt.plan.regions import column_specs
-from asyncckpt.plan.shared_leaves import LeafMemory, sharing_of
 from asyncckpt.plan.state import FlatState
 
 

@@ -136,17 +136,3 @@ def with_wrapped_names(module: torch.nn.Module, state: Any, wrapped: Mapping[str
 def has_wrappers(names: Iterable[Any]) -> bool:
     """Return whether one of these names may have a wrapper in it."""
     return any(_ANY_PART.search(name) for name in names if type(name) is str)
-
-
-def wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
-    """Return a hint if names differ from the stored ones only in what a wrapper of a module puts before them."""
-    both = set(missing) & set(unexpected)
-    if both:
-        return f"; {min(both)!r} is there in a state nested otherwise: give objects and dicts as they were saved"
-    bare = {bare_name(name) for name in missing} & {bare_name(name) for name in unexpected}
-    if not bare:
-        return ""
-    return (
-        "; names differ only in 'module.' (DDP, dense_state_of) or '_orig_mod.' (torch.compile): give the module that "
-        "was wrapped, and dense_state_of(module) only where that was saved"
-    )

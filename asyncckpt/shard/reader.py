@@ -1,9 +1,9 @@
 """Read the shard files of one checkpoint: of one manifest, or of a delta and all it builds upon.
 
-All files are opened first, and everything about them is checked before a byte of data is used. They are opened by
-descriptor, never mapped: a file truncated under an mmap would kill the process. And all at once, so that a checkpoint
-that retention removes meanwhile stays readable to its end. Those in an object store are looked at instead, and read by
-ranges (store_files.py).
+All files are opened first, and everything about them is checked before a byte of data is used: each header is the one
+that was written, and says the same as the manifest. They are opened by descriptor, never mapped: a file truncated under
+an mmap would kill the process. And all at once, so that a checkpoint that retention removes meanwhile stays readable to
+its end. Those in an object store are looked at instead, and read by ranges (store_files.py).
 
 Blocks are numbered through the manifests of the chain; what is queued is read in one parallel call, whichever
 checkpoints it lies in.
@@ -19,16 +19,16 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, cast
 
 import numpy as np
+import xxhash
 
 from asyncckpt import system
 from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
-from asyncckpt.format.header import header_length
+from asyncckpt.format.header import HeaderEntry, decode_header, header_length
 from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, Manifest
 from asyncckpt.format.names import split_shard_path
 from asyncckpt.format.strict_json import looks_like
 from asyncckpt.native import CancelledDrain, Progress, Reads, ShortFile, core
-from asyncckpt.shard.check_header import blocks_by_file, check_header, owner_of
-from asyncckpt.shard.store_files import StoreFiles, StoreReader
+from asyncckpt.shard.store_files import StoreReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
 from asyncckpt.storage.folder import ReadFolder
@@ -135,6 +135,43 @@ def _what_it_is(fd: int) -> str | None:
     with contextlib.suppress(OSError):
         return looks_like(system.pread(fd, _SNIFFED_BYTES, 0))
     return None
+
+
+class StoreFiles:
+    """The shard files of one manifest in a store, which were looked at: their numbers, in its order.
+
+    wanted: which files may be read; None: all.
+    """
+
+    def __init__(self, reader: StoreReader, manifest: Manifest, *, wanted: Collection[int] | None) -> None:
+        files = manifest.head.files
+        used = [number for number in range(len(files)) if wanted is None or number in wanted]
+        self.fds: list[int] = [NOT_OPEN] * len(files)
+        self.direct: Sequence[bool] = [False] * len(files)
+        for number in used:
+            self.fds[number] = reader.open(files[number].path)
+        blocks = blocks_by_file(manifest)
+
+        def look(number: int) -> None:
+            header = _header_of(reader, self.fds[number], files[number], manifest)
+            check_header(header, files[number], blocks[number], manifest)
+
+        for _ in reader.at_once(look, used):
+            pass
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _header_of(reader: StoreReader, number: int, file: FileFacts, manifest: Manifest) -> bytes:
+    """Return the bytes of a header, of a file that has its size. CorruptError."""
+    try:
+        raw, size = reader.begin_of(number, file.header_bytes)
+    except NotFoundError as error:
+        raise CorruptError(f"{owner_of(file, manifest)} is missing") from error
+    if size != file.bytes:
+        raise CorruptError(f"{owner_of(file, manifest)} has the wrong size", found=size, expected=file.bytes)
+    return raw
 
 
 class ChainReader:
@@ -273,3 +310,51 @@ class ChainReader:
     def _place_of(self, number: int) -> int:
         """Return which manifest of the chain a block belongs to."""
         return bisect.bisect_right(self._ends, number)
+
+
+# -- headers -----------------------------------------------------------------------------------------------------------
+
+
+def owner_of(file: FileFacts, manifest: Manifest) -> str:
+    """Return the name of a shard file in errors."""
+    return f"shard file {file.path!r} of step {manifest.step}"
+
+
+def blocks_by_file(manifest: Manifest) -> list[dict[str, BlockFacts]]:
+    """Return the blocks of each file of a manifest, by their names in its header."""
+    by_file: list[dict[str, BlockFacts]] = [{} for _ in manifest.head.files]
+    for block in manifest.blocks:
+        by_file[block.placed.file_index][block.placed.key] = block
+    return by_file
+
+
+def check_header(raw: bytes, file: FileFacts, blocks: dict[str, BlockFacts], manifest: Manifest) -> None:
+    """Check that these bytes are the header that was written, with the same places as the manifest. CorruptError."""
+    owner = owner_of(file, manifest)
+    found = xxhash.xxh3_128_digest(raw)
+    if found != file.header_digest:
+        raise CorruptError(
+            f"{owner} is corrupt: its header has another digest",
+            found=found.hex(),
+            expected=file.header_digest.hex(),
+        )
+    header = decode_header(raw, file_bytes=file.bytes, owner=owner)
+    if header.attempt != manifest.head.attempt:
+        raise CorruptError(
+            f"{owner} belongs to another save (mixed steps)",
+            found=header.attempt,
+            expected=manifest.head.attempt,
+        )
+    places = {key: (entry.offset, entry.bytes, entry.dtype, entry.shape) for key, entry in header.entries.items()}
+    listed = {key: _place(block, header.entries.get(key)) for key, block in blocks.items()}
+    if places != listed:
+        differing = sorted(key for key in places.keys() | listed.keys() if places.get(key) != listed.get(key))
+        raise CorruptError(f"{owner} and the manifest disagree on blocks", found=differing[:5])
+
+
+def _place(block: BlockFacts, entry: HeaderEntry | None) -> tuple[object, ...]:
+    """Return where the manifest has a block, and as what: for a dtype unknown here, what the header says."""
+    spec = block.placed.spec
+    if entry is not None and not spec.is_known:
+        return (block.placed.offset, spec.bytes, entry.dtype, entry.shape)
+    return (block.placed.offset, spec.bytes, spec.stored_dtype, spec.stored_shape)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,10 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from asyncckpt.errors import CorruptError, NotFoundError
-from asyncckpt.format.manifest import FileFacts, Manifest
 from asyncckpt.native import U8, CancelledDrain, Progress, Reads, ShortFile, core
-from asyncckpt.shard.check_header import blocks_by_file, check_header, owner_of
 from asyncckpt.signals import uninterrupted, wait_in_steps
 from asyncckpt.storage.store_folder import StoreFolder
 
@@ -184,40 +181,3 @@ def _requests(reads: Reads) -> Iterator[_Request]:
             target, offset, bytes = target + count, offset + count, bytes - count
     if parts:
         yield _Request(number, begin, end, tuple(parts))
-
-
-class StoreFiles:
-    """The shard files of one manifest in a store, which were looked at: their numbers, in its order.
-
-    wanted: which files may be read; None: all.
-    """
-
-    def __init__(self, reader: StoreReader, manifest: Manifest, *, wanted: Collection[int] | None) -> None:
-        files = manifest.head.files
-        used = [number for number in range(len(files)) if wanted is None or number in wanted]
-        self.fds: list[int] = [NOT_OPEN] * len(files)
-        self.direct: Sequence[bool] = [False] * len(files)
-        for number in used:
-            self.fds[number] = reader.open(files[number].path)
-        blocks = blocks_by_file(manifest)
-
-        def look(number: int) -> None:
-            header = _header(reader, self.fds[number], files[number], manifest)
-            check_header(header, files[number], blocks[number], manifest)
-
-        for _ in reader.at_once(look, used):
-            pass
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def _header(reader: StoreReader, number: int, file: FileFacts, manifest: Manifest) -> bytes:
-    """Return the bytes of a header, of a file that has its size. CorruptError."""
-    try:
-        raw, size = reader.begin_of(number, file.header_bytes)
-    except NotFoundError as error:
-        raise CorruptError(f"{owner_of(file, manifest)} is missing") from error
-    if size != file.bytes:
-        raise CorruptError(f"{owner_of(file, manifest)} has the wrong size", found=size, expected=file.bytes)
-    return raw

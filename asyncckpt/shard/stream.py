@@ -33,7 +33,7 @@ from asyncckpt.native import DIGEST_BYTES, I64, U8, core, row_begins
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.deferred_tables import DeferredTables, Window
 from asyncckpt.plan.image import FilePlan, ImagePlan
-from asyncckpt.shard.target import ShardFiles, ShardTarget
+from asyncckpt.shard.files import ShardFiles, ShardTarget
 
 
 @dataclass(frozen=True)

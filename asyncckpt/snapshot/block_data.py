@@ -19,7 +19,7 @@ from asyncckpt.model.row_runs import spans, window
 from asyncckpt.model.source import ByteSource, DeviceRows, RowsSource, SpanSource, as_bytes, byte_view
 from asyncckpt.model.table import TableCut
 from asyncckpt.native import I64, U8, U64
-from asyncckpt.plan.leaf_checks import check_extent, is_plain
+from asyncckpt.plan.leaf_memory import check_extent, is_plain
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState, still
 from asyncckpt.snapshot.capture import as_tensor, look_at

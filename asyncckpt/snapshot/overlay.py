@@ -17,7 +17,7 @@ from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.model.row_runs import positions, window
 from asyncckpt.model.table import OverlaidCut, TableCut, is_overlaid
 from asyncckpt.native import I64
-from asyncckpt.snapshot.tensor_copies import lay_rows
+from asyncckpt.snapshot.table_capture import lay_rows
 
 
 @dataclass(frozen=True)

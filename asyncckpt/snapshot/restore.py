@@ -41,8 +41,7 @@ from asyncckpt.plan.load_plan import DenseLoad, LoadPlan, TableLoadPlan
 from asyncckpt.plan.load_targets import overlap
 from asyncckpt.snapshot.boxes import BoxCopy, queue_boxes
 from asyncckpt.snapshot.layer_rows import LayerRows, read_layers
-from asyncckpt.snapshot.scattered_rows import RowScatter
-from asyncckpt.snapshot.windows import BlockReader, Scatter, scatter_all
+from asyncckpt.snapshot.windows import BlockReader, RowScatter, Scatter, scatter_all
 
 
 @dataclass

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.copies import DeviceFingerprints
 from asyncckpt.devices.current_runtime import device_of
+from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.devices.step_copies import Chunk, chunks_of, row_chunks
 from asyncckpt.devices.watches import Watch
@@ -43,10 +44,9 @@ from asyncckpt.model.table import (
     tracks_ids,
     tracks_rows,
 )
-from asyncckpt.native import I64, U8, U64
+from asyncckpt.native import I64, U8, U64, core
 from asyncckpt.plan.regions import CapturedTable, TableRegion, TableRows
 from asyncckpt.plan.save_plan import CutTable
-from asyncckpt.snapshot.tensor_copies import lay_rows
 
 # Where copying by index and a plain copy take the same time, for rows of at least WIDE_ROW_BYTES; narrower ones take as
 # long by index and less in a plain copy. Measured: bench/results/2026-11-21-rows.txt, by `python -m bench.rows`.
@@ -307,3 +307,53 @@ def _among(rows: I64, wanted: I64) -> NDArray[np.bool_]:
     mask[wanted] = True
     found: NDArray[np.bool_] = mask[rows]
     return found
+
+
+def lay_rows(
+    columns: Sequence[tuple[torch.Tensor, int, int]],
+    rows: I64,
+    places: I64 | None,
+    copies: HostCopies,
+    *,
+    below: int | None = None,
+) -> None:
+    """Copy rows of columns (tensor, address on the host, row bytes) to their places; None: one behind the other.
+
+    Rows on a device are listed in `copies`. below: the device from which what lies at the places is copied first.
+    """
+    if not len(rows):
+        return
+    on_host: list[tuple[int, int, int]] = []
+    on_devices: dict[int, list[tuple[int, int, int]]] = {}
+    kept: list[torch.Tensor] = []
+    for source, target, row_bytes in columns:
+        device = copies.device_of(source)
+        if device is not None and below in (None, device) and source.is_contiguous():
+            on_devices.setdefault(device, []).append((source.data_ptr(), target, row_bytes))
+            kept.append(source)
+        elif device is None and below is None and source.is_cpu and source.is_contiguous():
+            on_host.append((source.data_ptr(), target, row_bytes))
+        else:  # Brought over here and now: strides, other devices, rows that have to wait for those below.
+            found = to_host(source.index_select(0, torch.from_numpy(rows).to(source.device)))
+            own = np.array([(found.data_ptr(), target, row_bytes)], dtype=np.uint64)
+            _put(found, own, places, len(rows), copies, below)
+    if on_host:
+        core.copy_rows(np.array(on_host, dtype=np.uint64), rows, places)
+    for device, own_columns in on_devices.items():
+        copies.on(device).add_rows(np.array(own_columns, dtype=np.uint64), rows, places, kept)
+
+
+def _put(
+    found: torch.Tensor, columns: U64, places: I64 | None, count: int, copies: HostCopies, below: int | None
+) -> None:
+    """Put rows that are on the host in their places; when those below are there."""
+    in_order = np.arange(count, dtype=np.int64)
+
+    def put() -> None:
+        assert len(found) == count
+        core.copy_rows(columns, in_order, places)
+
+    if below is None:
+        put()
+    else:
+        copies.on(below).add_work(put)

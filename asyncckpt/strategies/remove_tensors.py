@@ -35,8 +35,8 @@ from asyncckpt.model.own_rank import own_rank
 from asyncckpt.native import Progress
 from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy, SaveOptions
 from asyncckpt.plan.contents import stored_dense
+from asyncckpt.shard.files import ShardTarget
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.strategies.backend import OBJECTS, SHARDED_DIR, TENSORS, reading_root
 from asyncckpt.strategies.stored_state import children, values_of

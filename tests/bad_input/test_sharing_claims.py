@@ -12,7 +12,7 @@ import torch
 from crafted import Crafted, Document
 
 import asyncckpt
-from asyncckpt.plan.leaf_checks import BLOW_UP_BYTES_MAX
+from asyncckpt.plan.leaf_memory import BLOW_UP_BYTES_MAX
 
 BIG = [1 << 20, 1 << 33, 1 << 40, 1 << 46, (1 << 53) - 1]
 

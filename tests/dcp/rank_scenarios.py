@@ -19,7 +19,7 @@ import asyncckpt
 import asyncckpt.dcp
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.errors import ConflictError, IndeterminateError, IOFailedError, UsageError
-from asyncckpt.shard.target import ShardFiles
+from asyncckpt.shard.files import ShardFiles
 from asyncckpt.storage.directory import Directory, io_failed
 from tests.dcp.model import differences, image_of, make, put_back, state_of, train
 

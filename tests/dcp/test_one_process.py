@@ -28,7 +28,7 @@ from asyncckpt.dcp import StorageReader, StorageWriter, save_planner
 from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.save_planner import PlanToken
 from asyncckpt.engine.process.background import retainer
-from asyncckpt.shard.target import ShardFiles
+from asyncckpt.shard.files import ShardFiles
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import Directory

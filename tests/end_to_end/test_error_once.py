@@ -21,7 +21,7 @@ import asyncckpt
 from asyncckpt.engine.process import future as future_module
 from asyncckpt.engine.process.error_claim import ErrorClaim
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.engine.process.open_errors import OpenErrors
+from asyncckpt.engine.process.in_flight import OpenErrors
 from asyncckpt.errors import DeadlineError, FilterError, IOFailedError, SaveCancelledError
 from tests.end_to_end.state import Gate
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.process.handovers import HANDOVER_S_MAX, Handovers
+from asyncckpt.engine.process.save_lock import HANDOVER_S_MAX, Handovers
 from asyncckpt.model.write_block import WriteBlock
 
 USUAL_S = 0.005

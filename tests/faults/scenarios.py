@@ -22,7 +22,7 @@ from asyncckpt.native import DrainOptions
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan import deferred_tables, image
-from asyncckpt.shard import drain, stream
+from asyncckpt.shard import files, stream
 from asyncckpt.storage import directory
 
 CHECKPOINT = "checkpoint"  # Its parent is watched too, for making the directory is part of the first save.
@@ -185,7 +185,7 @@ def rewrite_all(blocks: list[WriteBlock]) -> Sequence[WriteBlock]:
 
 def make_saves_small() -> None:
     """Let the small sample state make several shard files of several writes each, as a large one would."""
-    usual = drain.drain_options
+    usual = files.drain_options
 
     def in_small_writes(options: SaveOptions, files_count: int) -> DrainOptions:
         return replace(usual(options, files_count), block_bytes=WRITE_BYTES)
@@ -194,7 +194,7 @@ def make_saves_small() -> None:
         (image, "FILE_TARGET_BYTES", FILE_BYTES),
         (stream, "CHUNK_BYTES", WRITE_BYTES),
         (deferred_tables, "CHUNK_BYTES", WRITE_BYTES),
-        (drain, "drain_options", in_small_writes),
+        (files, "drain_options", in_small_writes),
     ):
         assert hasattr(module, name)
         setattr(module, name, small)

@@ -21,7 +21,7 @@ import asyncckpt.dcp
 from asyncckpt.dcp.dcp_metadata import METADATA_NAME, read_dcp_metadata
 from asyncckpt.errors import CorruptError, IOFailedError, UnsupportedError, UsageError
 from asyncckpt.formats import hf, parquet, recis, recsdk, torch_file
-from asyncckpt.shard.target import ShardTarget
+from asyncckpt.shard.files import ShardTarget
 
 pytestmark = pytest.mark.filterwarnings("ignore:(tables|tensors) .* are left out")
 

@@ -20,7 +20,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.formats import hf, parquet, recis, recsdk
 from asyncckpt.formats.block_format import BlockFormat
 from asyncckpt.formats.conversion import Conversion
-from asyncckpt.shard.target import ShardTarget
+from asyncckpt.shard.files import ShardTarget
 
 CHUNK = 1 << 16
 KILLS = 3

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncckpt.commit.claims import Claims
-from asyncckpt.engine.process.running_calls import RunningCalls
+from asyncckpt.engine.process.in_flight import RunningCalls
 from asyncckpt.engine.process.save_lock import SaveLock
 from tests.pairs.gate import Gate, Place
 from tests.pairs.operations import BY_NAME, OPERATIONS, Operation

@@ -9,7 +9,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.formats import recis
-from asyncckpt.plan.load_info import LoadInfo
+from asyncckpt.plan.load_offer import LoadInfo
 from tests.recis.handmade import Handmade, dense_values, user_rows
 
 SLOTS = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}

@@ -12,10 +12,10 @@ from asyncckpt.native import I64, U8, core, paged
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.plan.image import ImagePlan, plan_image
+from asyncckpt.shard.files import ShardTarget
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.stream import stream_sources
-from asyncckpt.shard.target import ShardTarget
 
 
 @dataclass(frozen=True)

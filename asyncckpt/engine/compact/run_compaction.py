@@ -39,8 +39,8 @@ from asyncckpt.format.write_manifest import BodyTemplate, encode_part, render_bo
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
+from asyncckpt.shard.files import ShardTarget
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.shard.target import ShardTarget
 
 
 def run_compaction(

@@ -39,10 +39,10 @@ from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, Progress
 from asyncckpt.plan.contents import contents_of, metadata_of
+from asyncckpt.plan.load_offer import as_targets_name_it
 from asyncckpt.plan.load_plan import TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import dense_targets
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
-from asyncckpt.plan.unwrapped_contents import as_targets_name_it
 from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.layer_rows import IdsReader

@@ -15,7 +15,7 @@ change one twice that is there under two names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from typing import Any
 
@@ -23,14 +23,6 @@ import torch
 
 from asyncckpt.plan.object_checks import loads_as, memory_of
 from asyncckpt.plan.wrapped_names import without_sure_parts
-
-
-def parameters_at(places: Collection[object], owners: Iterable[Any]) -> Mapping[int, torch.dtype]:
-    """Return the ids and dtypes of the parameters that torch's load_state_dict gives states, of those at such places,
-    see `memory_of`."""
-    optimizers = (owner for owner in owners if loads_as(torch.optim.Optimizer, owner))
-    parameters = (each for owner in optimizers for group in owner.param_groups for each in group["params"])
-    return {id(each): each.dtype for each in parameters if memory_of(each) in places}
 
 
 def load_object(

@@ -23,7 +23,7 @@ from asyncckpt.commit.discover import committed_steps, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.commit.verified import mark_verified
 from asyncckpt.devices.current_runtime import check_not_capturing
-from asyncckpt.engine.load.load_object import load_object, parameters_at
+from asyncckpt.engine.load.load_object import load_object
 from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
 from asyncckpt.engine.load.shared_tensors import shared_again
 from asyncckpt.engine.load.verify import verify_blocks
@@ -51,11 +51,11 @@ from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import HasCompanions, Table
 from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of
-from asyncckpt.plan.load_info import LoadFilter
+from asyncckpt.plan.load_offer import LoadFilter, as_targets_name_it
 from asyncckpt.plan.load_plan import LoadPlan, TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, is_extra_state
+from asyncckpt.plan.object_checks import parameters_at
 from asyncckpt.plan.overlapping_targets import put_in_place
-from asyncckpt.plan.unwrapped_contents import as_targets_name_it
 from asyncckpt.plan.wrapped_names import with_wrapped_names
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore

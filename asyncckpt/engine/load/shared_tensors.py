@@ -16,9 +16,8 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.tree import Path, path_name
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.sharing import SharedView
-from asyncckpt.plan.leaf_checks import BLOW_UP_BYTES_MAX
+from asyncckpt.plan.leaf_memory import BLOW_UP_BYTES_MAX, once, overlaps_itself, span
 from asyncckpt.plan.overlapping_targets import same_bits
-from asyncckpt.plan.shared_leaves import once, overlaps_itself, span
 
 
 def shared_again(

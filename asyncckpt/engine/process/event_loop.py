@@ -1,4 +1,4 @@
-"""Calls on an event loop: what would stop the loop is refused, or waited for beside it.
+"""Calls on an event loop: what would stop the loop is refused, or waited for beside it. And the end of a `with` block.
 
 An asynchronous call copies on the loop's thread, for as long as the stall takes. What it would wait for, a save or a
 load in flight or a free arena, may take minutes, so there it raises; `when_free` waits without stopping the loop.
@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
+from typing import TypeVar
 
+from asyncckpt.arguments import check_timeout
 from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
-from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
+from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError, closing_beside
 from asyncckpt.guard import Guard
+from asyncckpt.options import BusyPolicy
+
+C = TypeVar("C", bound="Closing")
 
 BUSY_POLL_S = 0.02  # How often `when_free` looks.
 _WOULD_STOP = "and a wait on this thread would stop its event loop"
@@ -51,3 +57,44 @@ async def when_free(deadline_s: float) -> None:
         if time.monotonic() >= until:
             raise DeadlineError(f"a {ahead[0]} did not end within {deadline_s:g} s")
         await asyncio.sleep(BUSY_POLL_S)
+
+
+class WaitsUntilFree:
+    """What may have to wait for saves and loads in flight."""
+
+    _busy: BusyPolicy
+
+    async def when_free(self, timeout: float | None = None) -> None:
+        """Wait, without stopping the event loop, until no save or load of this process is in flight.
+
+        A save_async or load_async that follows without another await finds it free, unless another thread was faster.
+        DeadlineError after `timeout` seconds (None: the deadline of on_busy).
+        """
+        check_timeout(timeout)
+        await when_free(self._busy.deadline if timeout is None else timeout)
+
+
+class Closing(WaitsUntilFree, ABC):
+    """What is closed at the end of a `with` or `async with` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close without stopping the event loop."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with closing_beside(error, "closing the Saver raised"):
+            self.close()
+
+    async def __aenter__(self: C) -> C:
+        return self
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with closing_beside(error, "closing the Saver raised"):
+            await self.aclose()

@@ -33,13 +33,12 @@ from asyncckpt.model.source import ByteSource
 from asyncckpt.native import U8, U64
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.plan.leaf_memory import check_leaf
 from asyncckpt.plan.state import still
-from asyncckpt.shard.drain import drain_images
+from asyncckpt.shard.files import ShardTarget, drain_images
 from asyncckpt.shard.stream import stream_sources
-from asyncckpt.shard.target import ShardTarget
 from asyncckpt.snapshot.block_data import tensor_source
-from asyncckpt.snapshot.tensor_copies import look
+from asyncckpt.snapshot.capture import look
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool

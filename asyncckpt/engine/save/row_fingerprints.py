@@ -17,14 +17,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64
 from asyncckpt.pipeline.fingerprints import RowFingerprints, changed_since, take_fingerprints
 from asyncckpt.plan.regions import CapturedTable
-
-MISSED_IDS_MAX = 100
 
 
 @dataclass(frozen=True)
@@ -69,22 +66,6 @@ def select_rows(job: SaveJob) -> Selections:
         if job.choice.base is not None and name in job.choice.base.tables:
             rows[number] = Selection(positions=positions, removed=removed)
     return Selections(rows=rows, fingerprints=fingerprints, missed=missed)
-
-
-def tell_missed(missed: Mapping[str, I64]) -> Mapping[str, tuple[int, ...]]:
-    """Log by table the ids whose mark was missing, and return the first of each.
-
-    When the save has committed: one that is refused may have copied what was written, and marked, behind its call.
-    """
-    for table, ids in missed.items():
-        log_warning(
-            "%d rows of table %r were changed without a mark, the first one of id %d, in a way that torch does not "
-            "count: write them by update(rows, function), or call touch(rows)",
-            len(ids),
-            table,
-            int(ids[0]),
-        )
-    return {table: tuple(ids[:MISSED_IDS_MAX].tolist()) for table, ids in missed.items()}
 
 
 def _is_compared(job: SaveJob, table: CapturedTable) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -30,16 +31,16 @@ from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.ranks.in_turn import save_in_turn
 from asyncckpt.engine.ranks.rank_save import save_with_ranks
 from asyncckpt.engine.save.delta_chain import ChainLink, TableLink
-from asyncckpt.engine.save.row_fingerprints import tell_missed
 from asyncckpt.engine.save.save_job import Committed, SaveJob
-from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import ConflictError
 from asyncckpt.model.result import SaveResult
+from asyncckpt.native import I64
 from asyncckpt.staging.pool import pool
 
 RETENTIONS_BEHIND_MAX = 8
 RETENTION_WAIT_S_MAX = 10.0
+MISSED_IDS_MAX = 100
 
 
 async def run_save(job: SaveJob) -> None:
@@ -103,7 +104,11 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         job.future.mark_staged()
     share = job.cut.share
     await _let_retention_catch_up(job)
-    committed = await (_save_alone(job) if share is None else _save_of_ranks(job, share))
+    committed: Committed | Outcome
+    if share is None:
+        committed = await _save_alone(job)
+    else:
+        committed = await (save_in_turn(job, share) if share.ranks.in_turn else save_with_ranks(job, share))
     if isinstance(committed, Outcome):
         return committed
     seconds = time.perf_counter() - job.begun
@@ -128,13 +133,25 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         rows_count=sum(facts.rows_count for facts in written.tables),
         rows_copied=sum(facts.rows_count for facts in job.plan.tables)
         + sum(table.copied_count for table in job.captured),
-        missed_ids=tell_missed(written.missed),
+        missed_ids=_tell_missed(written.missed),
         waits_for=committed.waits_for,
     )
 
 
-async def _save_of_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome:
-    return await (save_in_turn(job, share) if share.ranks.in_turn else save_with_ranks(job, share))
+def _tell_missed(missed: Mapping[str, I64]) -> Mapping[str, tuple[int, ...]]:
+    """Log by table the ids whose mark was missing, and return the first of each.
+
+    When the save has committed: one that is refused may have copied what was written, and marked, behind its call.
+    """
+    for table, ids in missed.items():
+        log_warning(
+            "%d rows of table %r were changed without a mark, the first one of id %d, in a way that torch does not "
+            "count: write them by update(rows, function), or call touch(rows)",
+            len(ids),
+            table,
+            int(ids[0]),
+        )
+    return {table: tuple(ids[:MISSED_IDS_MAX].tolist()) for table, ids in missed.items()}
 
 
 async def _save_alone(job: SaveJob) -> Committed:

@@ -105,10 +105,6 @@ class SaveTarget:
                 "above the newest step there, or in another directory",
             )
 
-    def recorder(self) -> Recorder:
-        """Return a recorder for a save that begins on this thread."""
-        return Recorder(None if self.events is None else self.events.put, self.root.path, rank=self.rank)
-
     def tell_end(self, future: SaveFuture, name: Literal["save", "compaction"], begun: float) -> None:
         """Let whoever listens know how a save ends."""
         if self.events is not None:

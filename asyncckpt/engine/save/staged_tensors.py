@@ -33,7 +33,7 @@ from asyncckpt.plan.dense_blocks import CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan
 from asyncckpt.plan.state import still
 from asyncckpt.signals import uninterrupted
-from asyncckpt.snapshot.tensor_copies import list_pieces, look, put_by_torch, tensors_over
+from asyncckpt.snapshot.capture import list_pieces, look, put_by_torch, tensors_over
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
 from asyncckpt.system import register_at_fork

@@ -64,7 +64,8 @@ def start_save(
         target.options.keep.check_metadata(metadata)
     if target.ranks is None and not (target.tables or target.state or encoded):
         raise UsageError("there is nothing to save", hint="give the Saver hashtables or tensors")
-    recorder = target.recorder()
+    put_event = None if target.events is None else target.events.put
+    recorder = Recorder(put_event, target.root.path, rank=target.rank)
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
     before_wait = check_may_wait_for if staged else lambda other: None
     waiting = time.perf_counter()
@@ -171,7 +172,7 @@ def _begin(
         stage = choose_stage(target, cut, choice) if staged else unstaged(target, cut)
         if audit:
             check_audited(cut, stage)
-        values = cut.values()
+        values = cut.flat.encoded_values()
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")
             check_may_block_here(stage.fallback)

@@ -14,7 +14,6 @@ from asyncckpt.engine.ranks.holdings import held_by, is_replicated
 from asyncckpt.engine.ranks.replicas import NOTHING_BY_PEERS, ReplicaList, WrittenByPeers
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import closing_beside
-from asyncckpt.format.strict_json import Json
 from asyncckpt.model.table import CutVersion, IdsHeld, Table, TableCut, hands_over, is_overlaid, tracks_rows
 from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.regions import TableRows
@@ -108,9 +107,6 @@ class Cut:
     def all_rows(self) -> tuple[TableRows, ...]:
         """Return every table, whole."""
         return tuple(map(TableRows, range(len(self.tables))))
-
-    def values(self) -> tuple[Json, ...]:
-        return self.flat.encoded_values()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all live tensors: the dense ones, the storage of tables, their cache levels. Before the fence."""

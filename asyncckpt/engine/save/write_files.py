@@ -36,9 +36,8 @@ from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, StagedBlock
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.pipeline.row_filters import run_row_filters
 from asyncckpt.plan.image import ImagePlan, plan_image
-from asyncckpt.shard.drain import drain_images
+from asyncckpt.shard.files import ShardTarget, drain_images
 from asyncckpt.shard.stream import export_tables, stream_sources
-from asyncckpt.shard.target import ShardTarget
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.store_folder import StoreFolder

@@ -37,8 +37,7 @@ from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.native import U8, Digester, Progress, Reads, ShortFile, core
 from asyncckpt.options import UploadOptions
-from asyncckpt.shard.check_header import blocks_by_file, owner_of
-from asyncckpt.shard.reader import OpenFiles
+from asyncckpt.shard.reader import OpenFiles, blocks_by_file, owner_of
 from asyncckpt.storage.directory import io_failed
 from asyncckpt.storage.object_store import ObjectStore, part_bytes_of
 

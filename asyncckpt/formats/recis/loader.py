@@ -36,7 +36,7 @@ from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy
 from asyncckpt.plan.contents import contents_of
-from asyncckpt.plan.load_info import LoadFilter
+from asyncckpt.plan.load_offer import LoadFilter
 from asyncckpt.plan.load_plan import LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, dense_targets
 from asyncckpt.plan.named_tables import named_tables

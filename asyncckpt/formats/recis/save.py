@@ -27,7 +27,7 @@ from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, BusyPolicy, Durability, SaveOptions
 from asyncckpt.plan.image import array_spec
-from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.plan.leaf_memory import check_leaf
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import TensorsArgument, named_state

@@ -18,7 +18,7 @@ from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.torch_file.archive import check_storages, check_sums, read_archive
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, Durability, RankOptions
-from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.plan.leaf_memory import check_leaf
 from asyncckpt.plan.rename import Names
 from asyncckpt.plan.state import FlatState, flatten
 from asyncckpt.saver import Saver

@@ -10,7 +10,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.commit import proof
-from asyncckpt.model.leaf import LEAF_BYTES
+from asyncckpt.native.digest_rows import LEAF_BYTES
 
 DIM = 256
 

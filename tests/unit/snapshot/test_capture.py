@@ -11,7 +11,7 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.plan.dense_blocks import CopyWays
 from asyncckpt.plan.leaf_facts import LeafFacts
-from asyncckpt.snapshot.tensor_copies import look
+from asyncckpt.snapshot.capture import look
 
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "size": lambda t: setattr(t, "data", torch.zeros(7)),

@@ -1,4 +1,6 @@
-"""Which leaves of a state share memory, by their addresses: what is tied is stored once, what overlaps is told apart.
+"""The memory of leaves: what a leaf must be like to be saved or loaded into as its plain values, and which share it.
+
+By their addresses, what is tied is stored once, what overlaps is told apart:
 
     the same elements in the same memory     tied: one of them has blocks, for all
     memory that overlaps in any other way    each has blocks of its own, and the manifest says where in that memory
@@ -23,14 +25,76 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.tree import tensor_paths
 from asyncckpt.model.sharing import NOTHING_SHARED, SharedMemory, SharedView, Sharing, TiedLeaf
 from asyncckpt.native import I64, U64
-from asyncckpt.plan.leaf_checks import BLOW_UP_BYTES_MAX
 from asyncckpt.plan.state import FlatState
 
+BLOW_UP_BYTES_MAX = 16 << 20
 _ALIGNMENT = 16  # Of the largest elements.
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a strided tensor are its memory, one behind the other."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def check_leaf(tensor: torch.Tensor, name: str) -> None:
+    """Refuse what cannot be saved as its plain values; UnsupportedError or UsageError naming the tensor."""
+    kind = type(tensor)
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        raise UsageError(f"tensor {name!r} is not initialised", found=kind.__name__)
+    if tensor.is_meta:
+        raise UnsupportedError(f"tensor {name!r} is on the meta device and has no data")
+    if is_transformed(tensor):
+        raise UnsupportedError(
+            f"tensor {name!r} is one of a transform of torch.func, which has no memory",
+            hint="save outside of it, and what it returns",
+        )
+    if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
+        raise UnsupportedError(
+            f"tensor {name!r} is of a subclass whose storage is not its value",
+            found=f"{kind.__module__}.{kind.__qualname__}",
+            hint="save what it is made of, for example DTensor.to_local()",
+        )
+    if tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_nested:
+        found = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise UnsupportedError(
+            f"tensor {name!r} has a layout that cannot be saved", found=found, hint="save its parts as dense tensors"
+        )
+    stored_dtype(tensor.dtype, owner=name)
+    check_extent(tensor, name)
+
+
+def check_extent(tensor: torch.Tensor, name: str) -> None:
+    """Raise UsageError unless the storage holds all elements, and writing them out blows no expanded tensor up."""
+    if tensor.numel() == 0:
+        return
+    storage_bytes = tensor.untyped_storage().nbytes()
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if (last + 1) * tensor.element_size() > storage_bytes:
+        raise UsageError(
+            f"tensor {name!r} has a freed or shrunk storage",
+            found=f"{storage_bytes} bytes",
+            expected=f"{(last + 1) * tensor.element_size()} bytes",
+        )
+    logical_bytes = math.prod(tensor.shape) * tensor.element_size()
+    if logical_bytes > storage_bytes + BLOW_UP_BYTES_MAX:
+        raise UsageError(
+            f"tensor {name!r} is an expanded view that would be written out",
+            found=f"{logical_bytes} bytes",
+            expected=f"about its storage's {storage_bytes} bytes",
+            hint="save the tensor it was expanded from, or call .contiguous()",
+        )
+
+
+# -- shared memory -----------------------------------------------------------------------------------------------------
 
 
 class LeafMemory:
