@@ -10,9 +10,9 @@ A checkpoint exists from the moment its manifest has its final name; before that
 4. It proves the rest right before the rename: directory, folders and the LOCK are where they were; every file is there
    by its name with its size, and one that this process wrote is the very same file; what a delta builds upon is there;
    nobody is about to remove any of it (removal.py); what a compacted one replaces is the manifest that was read.
-5. It marks the attempt for upload, where that is wanted (upload_marks.py), and renames the manifest to
-   manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is
-   there, gets the name manifests/<step>.full.json.
+5. It marks the attempt for upload, where that is wanted, and renames the manifest to manifests/<step>.json,
+   refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is there, gets the name
+   manifests/<step>.full.json.
 6. It syncs manifests/, or in a store reads the manifest back: durable.
 7. It looks at folder and files once more: a writer without a working lock, or a cleaner, may have removed them between
    4 and 5. Only now is the save acknowledged.
@@ -49,11 +49,9 @@ from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, forget_after, settle
 from asyncckpt.commit.proof import Draft, encode_proven
 from asyncckpt.commit.publication import Publication, begin_attempt, folder_removed
-from asyncckpt.commit.removal import being_removed
+from asyncckpt.commit.removal import being_removed, mark_upload, sweep, unmark_upload
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
-from asyncckpt.commit.sweep import sweep
-from asyncckpt.commit.upload_marks import mark_upload, unmark_upload
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name

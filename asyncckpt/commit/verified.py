@@ -10,8 +10,8 @@ import contextlib
 from typing import Any
 
 from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.removal import UNREADABLE
 from asyncckpt.commit.root import ReadRoot
-from asyncckpt.commit.sweep import UNREADABLE
 from asyncckpt.errors import NotFoundError
 from asyncckpt.format.manifest import Chain
 
