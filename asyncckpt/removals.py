@@ -9,9 +9,8 @@ from typing import TypeVar
 
 from asyncckpt.arguments import check_type
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import KnownHeads, committed_steps
+from asyncckpt.commit.discover import KnownHeads, committed_steps, numbers_of
 from asyncckpt.commit.judge import Listing
-from asyncckpt.commit.keep import numbers_of
 from asyncckpt.commit.removal import collect_garbage as sweep_all
 from asyncckpt.commit.removal import pin_step, unpin_step
 from asyncckpt.commit.retention import remove_steps, retain

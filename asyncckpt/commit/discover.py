@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from asyncckpt.commit.foreign import what_is_there
-from asyncckpt.commit.keep import numbers_of
 from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
 from asyncckpt.format import limits
@@ -22,6 +21,7 @@ from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedH
 from asyncckpt.format.names import compacted_manifest_name, manifest_name, split_shard_path, step_of_manifest
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest, decode_summary
+from asyncckpt.format.strict_json import Json
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.store_folder import StoreFolder
 
@@ -197,6 +197,17 @@ class KnownHeads:
         kept = replace(sealed, head=replace(sealed.head, values=(), metadata=numbers_of(sealed.head.metadata)))
         self._heads[name] = version, kept
         return kept
+
+
+def numbers_of(metadata: Json) -> dict[str, Json]:
+    """Return the numbers and flags among metadata, encoded as they are: all that rules of retention need."""
+    if type(metadata) is not dict:
+        return {}
+    return {key: value for key, value in metadata.items() if type(value) in (bool, int) or _is_tagged_number(value)}
+
+
+def _is_tagged_number(value: Json) -> bool:
+    return type(value) is dict and len(value) == 1 and not value.keys().isdisjoint(("float", "int"))
 
 
 def newest_step(root: ReadRoot) -> int:
