@@ -134,7 +134,8 @@ class Commits:
 
         What the next `begin` can settle is no reason.
         """
-        check_may_be_settled(self.in_doubt)
+        if self.in_doubt:
+            check_may_be_settled(self.in_doubt)
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,10 @@ class Transaction:
         """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`. ConflictError."""
         with recorder.span("begin"):
             commits.root.check_in_place(_done(claim))
-            if claim.kind == "save":
-                forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
-            settle(commits.in_doubt)
+            if commits.in_doubt:
+                if claim.kind == "save":
+                    forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
+                settle(commits.in_doubt)
             if claim.kind == "save":
                 commits.sweep()
             made = begin_attempt(commits.root, claim, goes_on=goes_on, durable=commits.durable)
