@@ -31,14 +31,14 @@ CALLERS = {
     # commit/root.py and cli/doctor.py try whether the store refuses a second one; storage/store_folder.py makes marks.
     "put_new": {
         "cli/doctor.py",
-        "commit/publication.py",
+        "commit/attempt.py",
         "commit/root.py",
         "engine/upload/upload_attempt.py",
         "storage/store_folder.py",
     },
     # The files of coordination, of the trial of a disk, and what is exported are no manifests.
     "publish": {
-        "commit/publication.py",
+        "commit/attempt.py",
         "commit/transaction.py",
         "coordination/session_files.py",
         "coordination/driver.py",
