@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 from asyncckpt.arguments import check_type
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.discover import KnownHeads, committed_steps, numbers_of
 from asyncckpt.commit.judge import Listing
 from asyncckpt.commit.removal import collect_garbage as sweep_all

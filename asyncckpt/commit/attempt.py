@@ -1,4 +1,8 @@
-"""How the manifest of an attempt gets to its place: on a disk by a rename, in a store by a conditional PUT.
+"""An attempt at a step, from the claim that no other save of this process has the step to the manifest's place.
+
+A step is claimed before anything is made for it, and released when its commit has ended or was given up. So no step is
+saved twice at once, "the next step" counts those in flight, and a sweep knows the attempts whose folders must stay. The
+manifest gets to its place on a disk by a rename, in a store by a conditional PUT:
 
     a disk                                               a store
     a temporary file, written and synced                 nothing is made before the PUT
@@ -16,24 +20,127 @@ import errno
 import io
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Executor
-from typing import IO, Protocol
+from dataclasses import dataclass, field
+from typing import IO, Any, Literal, Protocol
 
 from aiofiles.threadpool import wrap
 
 from asyncckpt import system
-from asyncckpt.commit.claims import Claim, step_exists
-from asyncckpt.commit.discover import is_committed
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
+from asyncckpt.commit.discover import committed_steps, is_committed
+from asyncckpt.commit.root import CheckpointRoot, ReadRoot, StoreRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, IOFailedError
 from asyncckpt.format.names import MANIFESTS_DIR, Attempt, temporary_manifest_name
+from asyncckpt.guard import Guard
 from asyncckpt.storage.directory import Directory, io_failed
 from asyncckpt.storage.store_answers import is_timeout
 from asyncckpt.storage.store_folder import StoreFolder
+from asyncckpt.system import register_at_fork
 
-REFUSED_S_MAX = 10.0
+REFUSED_S_MAX = 10.0  # Of a PUT, while the name is not taken.
 PAUSE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A step of the directory with this identity, and the attempt that is made at it.
+
+    parents: the steps that it builds upon directly; retention must keep them. is_next: no step was asked for.
+    """
+
+    place: tuple[Any, ...]
+    kind: Literal["save", "compaction"]
+    attempt: Attempt
+    parents: list[int] = field(default_factory=list)
+    is_next: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.attempt.step
+
+    def release(self) -> None:
+        """Let others have the step. Idempotent, and takes no lock: finalizers call it."""
+        claims.held.pop(self.attempt.id, None)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Claims(Container[str]):
+    """All claims of this process, by the ids of their attempts."""
+
+    def __init__(self) -> None:
+        self._guard = Guard()
+        self.held: dict[str, Claim] = {}
+
+    def save(self, root: WriteRoot, step: int | None, attempt_of: Callable[[int], Attempt] = Attempt.new) -> Claim:
+        """Claim a step to save, or the next: one more than the newest that is committed or being saved here.
+
+        attempt_of: which attempt it is: an import goes on with one that was killed. UsageError; ConflictError for a
+        step that exists, as far as a call may look, or is being saved.
+        """
+        place, seen = root.root.identity, root.in_calls
+        while True:
+            others = self._steps(place, "save")
+            chosen = max([-1, *others, *committed_steps(seen)[-1:]]) + 1 if step is None else step
+            attempt = attempt_of(chosen)
+            with self._guard:
+                is_free = chosen not in self._steps(place, "save")
+                claim = self._hold(Claim(place, "save", attempt, is_next=step is None)) if is_free else None
+            if claim is not None:
+                with contextlib.ExitStack() as held:
+                    held.enter_context(claim)
+                    # Behind the claim: who has had one of this step has committed it by now, or never will.
+                    if not is_committed(seen, chosen) or (root.look_anew() and not is_committed(seen, chosen)):
+                        held.pop_all()
+                        return claim
+            if step is not None:
+                raise step_exists(root, step)
+
+    def compaction(self, root: WriteRoot, step: int) -> Claim:
+        """Claim a step to compact, which retention keeps, unless it has announced its removal before (removal.py).
+
+        ConflictError when it is being compacted already.
+        """
+        place = root.root.identity
+        with self._guard:
+            if step in self._steps(place, "compaction"):
+                raise ConflictError(f"step {step} of {str(root.path)!r} is being compacted already")
+            return self._hold(Claim(place, "compaction", Attempt.new(step)))
+
+    def needed(self, place: tuple[Any, ...]) -> set[int]:
+        """Return the steps that are being saved or compacted, and those that saves build upon."""
+        claimed = [claim for claim in list(self.held.values()) if claim.place == place]
+        return {step for claim in claimed for step in (claim.step, *claim.parents)}
+
+    def _steps(self, place: tuple[Any, ...], kind: str) -> list[int]:
+        return [claim.step for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
+
+    def _hold(self, claim: Claim) -> Claim:
+        self.held[claim.attempt.id] = claim
+        return claim
+
+    def forget(self) -> None:
+        """Start anew in a forked child, where nothing is saved."""
+        self.held = {}
+
+    def __contains__(self, attempt: object) -> bool:
+        return attempt in self.held
+
+
+claims = Claims()
+register_at_fork(after_in_child=claims.forget)
+
+
+def step_exists(root: ReadRoot, step: int) -> ConflictError:
+    return ConflictError(
+        f"step {step} exists already in {str(root.path)!r}",
+        hint="steps are never overwritten: save another step, or remove that checkpoint first",
+    )
 
 
 class Publication(Protocol):

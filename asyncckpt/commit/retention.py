@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.chain import chain_below
-from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import KnownHeads, look_again
 from asyncckpt.commit.judge import Judgement, Listing, judge
 from asyncckpt.commit.removal import UNREADABLE, remove, remove_pins, sweep

@@ -43,9 +43,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, Protocol, TypeVar
 
-from asyncckpt.commit.attempt import Publication, begin_attempt, folder_removed
+from asyncckpt.commit.attempt import Claim, Publication, begin_attempt, claims, folder_removed, step_exists
 from asyncckpt.commit.chain import KnownChain, base_lost
-from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, forget_after, settle
 from asyncckpt.commit.proof import Draft, encode_proven

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from asyncckpt.commit.claims import claims, step_exists
+from asyncckpt.commit.attempt import claims, step_exists
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.import_source import ImportSource, check_is_apart, reading, statuses
 from asyncckpt.commit.proof import Draft

@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import ReadRoot

@@ -14,7 +14,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt.commit import removal, retention
-from asyncckpt.commit.claims import Claims
+from asyncckpt.commit.attempt import Claims
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.removal import sweep
 from asyncckpt.commit.retention import retain

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncckpt.commit.claims import Claim, claims
+from asyncckpt.commit.attempt import Claim, claims
 from asyncckpt.commit.doubt import InDoubt, settle
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import WriteRoot

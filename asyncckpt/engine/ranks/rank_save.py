@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.doubt import is_committed_whole
 from asyncckpt.commit.proof import Draft

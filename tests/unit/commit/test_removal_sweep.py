@@ -12,7 +12,7 @@ import pytest
 
 from asyncckpt import CorruptError, IOFailedError, Saver
 from asyncckpt.checkpoints import collect_garbage
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.removal import sweep
 from asyncckpt.commit.root import CheckpointRoot

@@ -10,7 +10,7 @@ import torch
 import asyncckpt
 from asyncckpt.checkpoints import collect_garbage, prune, remove
 from asyncckpt.commit import transaction
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.removal import mark_upload, sweep, unmark_upload, uploads_among
 from asyncckpt.commit.root import CheckpointRoot

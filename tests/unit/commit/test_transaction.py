@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit.claims import Claim
+from asyncckpt.commit.attempt import Claim
 from asyncckpt.commit.discover import is_committed, read_head
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
