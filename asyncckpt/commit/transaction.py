@@ -5,7 +5,7 @@ A checkpoint exists from the moment its manifest has its final name; before that
 1. `begin`: look whether the directory is where it was; sweep what failed saves left (but for a compaction); make
    data/<step>-<attempt>/ and sync data/. The shard room writes and syncs files in it, on whichever rank; other ranks
    look at their own files before they say that they are prepared.
-2. `commit` encodes the manifest and proves that readers will accept it (proof.py).
+2. `commit` encodes the manifest and proves that readers will accept it (attempt.py).
 3. It syncs the attempt's folder, so that the names of the files are durable; writes manifests/.m-<attempt>, syncs it.
 4. It proves the rest right before the rename: directory, folders and the LOCK are where they were; every file is there
    by its name with its size, and one that this process wrote is the very same file; what a delta builds upon is there;
@@ -43,11 +43,19 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, Protocol, TypeVar
 
-from asyncckpt.commit.attempt import Claim, Publication, begin_attempt, claims, folder_removed, step_exists
+from asyncckpt.commit.attempt import (
+    Claim,
+    Draft,
+    Publication,
+    begin_attempt,
+    claims,
+    encode_proven,
+    folder_removed,
+    step_exists,
+)
 from asyncckpt.commit.chain import KnownChain, base_lost
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, forget_after, settle
-from asyncckpt.commit.proof import Draft, encode_proven
 from asyncckpt.commit.removal import being_removed, mark_upload, sweep, unmark_upload
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot

@@ -24,8 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncckpt.commit.attempt import claims
-from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.attempt import Draft, claims
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.commit.verified import newest_verified
 from asyncckpt.engine.process.background import background

@@ -19,10 +19,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from asyncckpt.commit.attempt import claims
+from asyncckpt.commit.attempt import Draft, claims
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import is_committed, newest_step, read_manifest
-from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Commits, Transaction

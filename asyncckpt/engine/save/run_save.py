@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.attempt import Draft
 from asyncckpt.commit.root import StoreRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.commit.verified import newest_verified
