@@ -18,10 +18,10 @@ import xxhash
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.body_features import BODY_FEATURES, MAPPINGS
-from asyncckpt.format.mappings import holds_typed_mappings
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 from asyncckpt.format.strict_json import Json, looks_like
 from asyncckpt.format.tree import Node
+from asyncckpt.format.values import holds_typed_mappings
 from asyncckpt.model.block import PlacedBlock, TableFacts
 from asyncckpt.model.leaf import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing

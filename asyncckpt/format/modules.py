@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncckpt.format import limits
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.module_facts import ModuleFacts, decode_facts, encode_facts, matter_to_readers
 from asyncckpt.format.strict_json import Fields, Json, dumps
 from asyncckpt.format.tree import Node, Path, decode_key, encode_key
+from asyncckpt.format.values import MAPPINGS
 
 
 def encode_modules(tree: Node) -> bytes:

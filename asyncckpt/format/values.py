@@ -10,19 +10,21 @@ JSON has no NaN, no -0.0 that every parser keeps, no bytes, no tuples and no int
     tuple                                       {"tuple": [...]}
     dict                                        {"dict": [[key, value], ...]}
     OrderedDict, Counter                        {"ordered": [[key, value], ...]}, {"counter": ...}
-    defaultdict                                 {"default list": ...}, see mappings.py
+    defaultdict of a type that is named here    {"default list": ...}
     sets, slices, ranges, types of torch        see typed_values.py
+
+A defaultdict of anything else is a dict in a checkpoint, as every other subclass: what makes its items is not stored.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.mappings import MAPPINGS, made_mapping, mapping_kind
 from asyncckpt.format.strict_json import Json, shown
 from asyncckpt.format.typed_values import decode_typed, encode_typed, is_typed
 
@@ -32,6 +34,58 @@ PLAIN = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, defaultdict, set, "
     "frozenset, slice, range, torch.dtype, torch.Size or torch.device"
 )
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    **{kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)},
+    **{kind.__name__: kind for kind in (Counter, OrderedDict)},
+    "None": None,
+}
+# With what stands for them in the JSON of a tree.
+MAPPINGS = {
+    "dict": "d",
+    "ordered": "o",
+    "counter": "c",
+    **{f"default {name}": f"default {name}" for name in _FACTORIES},
+}
+MAPPING_OF_TAG = {tag: kind for kind, tag in MAPPINGS.items()}
+# A reader must know these by name.
+TYPED_MAPPINGS = frozenset(MAPPINGS) - {"dict", "ordered"}
+
+
+def mapping_kind(value: Mapping[Any, Any]) -> str:
+    """Return the kind of a mapping."""
+    if isinstance(value, OrderedDict):
+        return "ordered"
+    if isinstance(value, Counter):
+        return "counter"
+    if isinstance(value, defaultdict):
+        factory = value.default_factory
+        return next((f"default {name}" for name, known in _FACTORIES.items() if known is factory), "dict")
+    return "dict"
+
+
+def made_mapping(kind: str, pairs: Iterable[tuple[Any, Any]]) -> Any:
+    """Return a mapping of a kind."""
+    if kind == "dict":
+        return dict(pairs)
+    if kind == "ordered":
+        return OrderedDict(pairs)
+    if kind == "counter":
+        return Counter(dict(pairs))
+    return defaultdict(_FACTORIES[kind.removeprefix("default ")], pairs)
+
+
+def holds_typed_mappings(value: Json) -> bool:
+    """Return whether an encoded value, of any depth, is or holds a mapping that a reader must know."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if type(item) is list:
+            left += item
+        elif type(item) is dict:
+            if not TYPED_MAPPINGS.isdisjoint(item):
+                return True
+            left += [body for body in item.values() if type(body) is list]
+    return False
 
 
 def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:

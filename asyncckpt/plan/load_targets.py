@@ -27,7 +27,6 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import (
     TENSOR,
     VALUE,
@@ -42,6 +41,7 @@ from asyncckpt.format.tree import (
     tensor_names,
     tensor_paths,
 )
+from asyncckpt.format.values import MAPPINGS
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.leaf_checks import check_leaf

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import Key, Node, Path, descend, mapping_node, module_metadata, state_dict_of
+from asyncckpt.format.values import MAPPINGS
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt
 from asyncckpt.plan.wrapped_names import PlainNames, has_wrappers, without_sure_parts
