@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from asyncckpt.format.modules import must_be_known
+from asyncckpt.format.body_members import must_be_known
 from asyncckpt.format.tree import Node, holds_typed_mappings
 from asyncckpt.model.block import PlacedBlock
 from asyncckpt.model.sharing import Sharing

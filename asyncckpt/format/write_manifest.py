@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.format import limits
 from asyncckpt.format.body_features import features_of, features_of_sharing, features_of_tree
+from asyncckpt.format.body_members import encode_modules
 from asyncckpt.format.manifest import (
     DIGEST_ALGORITHM,
     DIGEST_MARK,
@@ -29,7 +30,6 @@ from asyncckpt.format.manifest import (
     SaveTimes,
     features_of_values,
 )
-from asyncckpt.format.modules import encode_modules
 from asyncckpt.format.sharing import encode_sharing
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.tree import Node, encode_tree
