@@ -17,7 +17,7 @@ from functools import cached_property
 import xxhash
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.body_features import BODY_FEATURES, MAPPINGS
+from asyncckpt.format.body_members import BODY_FEATURES, MAPPING_KINDS
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 from asyncckpt.format.strict_json import Json, looks_like
 from asyncckpt.format.tree import Node
@@ -43,7 +43,7 @@ END_BYTES = len(DIGEST_MARK) + 35  # With 32 digits and what closes the object.
 
 def features_of_values(values: Iterable[Json]) -> frozenset[str]:
     """Return what plain values ask of a reader."""
-    return frozenset({MAPPINGS} if any(map(holds_typed_mappings, values)) else ())
+    return frozenset({MAPPING_KINDS} if any(map(holds_typed_mappings, values)) else ())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""asyncckpt/format/body_members.py and module_facts.py: the member of a manifest, and what a reader refuses of it."""
+"""asyncckpt/format/body_members.py and module_facts.py: the member for modules, and what a reader refuses of it."""
 
 from __future__ import annotations
 
