@@ -28,7 +28,7 @@ from pathlib import Path
 from asyncckpt.commit.discover import is_committed, shown_steps
 from asyncckpt.commit.removal import uploads_among
 from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot, check_store
-from asyncckpt.coordination.pauses import Pauses
+from asyncckpt.coordination.channel import Pauses
 from asyncckpt.engine.process.background import check_may_wait, uploaders
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.log import log_warning
