@@ -25,7 +25,7 @@ from importlib import import_module
 from typing import Any
 
 from asyncckpt.coordination.channel import Pauses
-from asyncckpt.coordination.store_line import LineBroken, StoreLine
+from asyncckpt.coordination.rank_store import LineBroken, StoreLine
 from asyncckpt.errors import CorruptError, PeerError
 from asyncckpt.format.strict_json import dumps, loads
 

@@ -21,8 +21,8 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from asyncckpt.coordination.channel import FIRST_S, Pauses, check_own_process, close_at_exit
+from asyncckpt.coordination.rank_store import Answer, LineBroken, StoreLine, default_store
 from asyncckpt.coordination.store_address import connect_to_announced, leave_cause, serve_for
-from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine, default_store
 from asyncckpt.coordination.store_values import (
     Inbox,
     delete_value,
