@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from asyncckpt.commit.foreign import what_is_there
 from asyncckpt.commit.root import ReadRoot, WriteRoot
-from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead, Summary
 from asyncckpt.format.names import compacted_manifest_name, manifest_name, split_shard_path, step_of_manifest
@@ -28,6 +28,7 @@ from asyncckpt.storage.store_folder import StoreFolder
 Sealed = TypeVar("Sealed", bound=SealedHead)
 T = TypeVar("T")
 LOOKS_MAX = 9
+UNREADABLE = (CorruptError, IncompatibleError, UnsupportedError)  # Of a manifest that is there.
 
 
 def look_again(root: ReadRoot, look: Callable[[], T]) -> T:

@@ -48,10 +48,8 @@ from asyncckpt.errors import (
     CheckpointError,
     ConflictError,
     CorruptError,
-    IncompatibleError,
     IOFailedError,
     NotFoundError,
-    UnsupportedError,
 )
 from asyncckpt.format.names import (
     Attempt,
@@ -71,7 +69,6 @@ from asyncckpt.storage.store_folder import StoreFolder
 from asyncckpt.system import register_at_fork
 
 FAILED_SHOWN_MAX = 8
-UNREADABLE = (CorruptError, IncompatibleError, UnsupportedError)
 _under_way: set[str] = set()  # Ids of the removals of this process.
 register_at_fork(after_in_child=_under_way.clear)
 

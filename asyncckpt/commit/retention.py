@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.chain import chain_below
-from asyncckpt.commit.discover import KnownHeads, look_again
+from asyncckpt.commit.discover import UNREADABLE, KnownHeads, look_again
 from asyncckpt.commit.judge import Judgement, Listing, judge
-from asyncckpt.commit.removal import UNREADABLE, remove, remove_pins, sweep
+from asyncckpt.commit.removal import remove, remove_pins, sweep
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IOFailedError, NotFoundError, UsageError
 from asyncckpt.format.manifest import ManifestHead

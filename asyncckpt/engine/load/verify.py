@@ -10,10 +10,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.chain import mark_verified, read_chain
 from asyncckpt.commit.discover import head_in, look_again, manifests_by_step, newest_step
 from asyncckpt.commit.root import ReadRoot, open_root
-from asyncckpt.commit.verified import mark_verified
 from asyncckpt.errors import IOFailedError, NotFoundError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import (
