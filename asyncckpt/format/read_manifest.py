@@ -24,8 +24,8 @@ from asyncckpt.format.body_members import (
 )
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import STORED_ITEMSIZE, StoredDtype, known_dtype
-from asyncckpt.format.header import HEADER_ALIGNMENT
 from asyncckpt.format.manifest import (
+    HEADER_ALIGNMENT,
     BlockFacts,
     FileFacts,
     Manifest,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.header import HeaderEntry, decode_header
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest
+from asyncckpt.format.manifest import BlockFacts, FileFacts, HeaderEntry, Manifest, decode_header
 
 
 def owner_of(file: FileFacts, manifest: Manifest) -> str:
