@@ -65,13 +65,8 @@ def is_committed(root: ReadRoot, step: int) -> bool:
     return any(root.manifests.exists(name) for name in (manifest_name(step), compacted_manifest_name(step)))
 
 
-def manifests_by_step(root: ReadRoot) -> dict[int, list[str]]:
-    """Return the names of the manifests of every step; the last one counts: the compacted one where there is one."""
-    return by_step(root.manifests.names())
-
-
 def by_step(listed: Iterable[str]) -> dict[int, list[str]]:
-    """Return the manifests among these names, by step: see manifests_by_step."""
+    """Return the manifests among these names, by step; the last one counts: the compacted one where there is one."""
     names = set(listed)
     steps = {step for name in names if (step := step_of_manifest(name)) is not None}
     return {step: [n for n in (manifest_name(step), compacted_manifest_name(step)) if n in names] for step in steps}

@@ -42,7 +42,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from asyncckpt.commit.discover import KnownHeads, by_step, is_committed, manifests_by_step, read_head
+from asyncckpt.commit.discover import KnownHeads, by_step, is_committed, read_head
 from asyncckpt.commit.root import ReadRoot, StoreRoot, WriteRoot
 from asyncckpt.errors import (
     CheckpointError,
@@ -361,7 +361,7 @@ def _strays(
         attempt = attempt_of_directory(name)
         if attempt is not None and attempt.id not in keep_attempts:
             folders_of[attempt.step].append(name)
-    manifests = manifests_by_step(root)
+    manifests = by_step(root.manifests.names())
     strays = []
     for step, folders in folders_of.items():
         if step not in manifests:
