@@ -21,7 +21,7 @@ from asyncckpt.commit.discover import (
     read_manifest,
     read_summary,
 )
-from asyncckpt.commit.pins import is_pinned, pins_among
+from asyncckpt.commit.removal import is_pinned, pins_among
 from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.dtypes import supported_dtypes

@@ -8,15 +8,14 @@ from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 from asyncckpt.arguments import check_type
-from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import KnownHeads, committed_steps
+from asyncckpt.commit.attempt import claims
+from asyncckpt.commit.chain import newest_verified
+from asyncckpt.commit.discover import KnownHeads, committed_steps, numbers_of
 from asyncckpt.commit.judge import Listing
-from asyncckpt.commit.keep import numbers_of
-from asyncckpt.commit.pins import pin_step, unpin_step
+from asyncckpt.commit.removal import collect_garbage as sweep_all
+from asyncckpt.commit.removal import pin_step, unpin_step
 from asyncckpt.commit.retention import remove_steps, retain
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
-from asyncckpt.commit.sweep import collect_garbage as sweep_all
-from asyncckpt.commit.verified import newest_verified
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import CheckpointError, NotFoundError, UsageError

@@ -38,7 +38,7 @@ ALLOWED = {
     ("coordination/store_channel.py", "answer.result()"): DONE,
     ("coordination/store_channel.py", "asked.result()"): DONE,
     ("coordination/store_channel.py", "ready.result()"): DONE,
-    ("coordination/store_line.py", "self.asked.get()"): "a daemon that has nothing to do",
+    ("coordination/rank_store.py", "self.asked.get()"): "a daemon that has nothing to do",
     ("devices/batch.py", "event.wait()"): EVENT,
     ("devices/fetch.py", "event.wait()"): EVENT,
     ("devices/current_runtime.py", "self._runtime.record(self._runtime.current_stream(device)).wait()"): EVENT,

@@ -6,6 +6,10 @@ A delta pins every parent by step, attempt and digest. A parent is found when
 2. a compacted checkpoint stands for the manifest of that digest. It is full, so the chain ends there.
 
 Anything else is a CorruptError that prints the chain: what a delta builds upon must not be guessed.
+
+Retention keeps the newest checkpoint that this process has verified, with its chain. It is known by the digest of its
+manifest, so one that somebody removes is none any more, nor is another one that has its step; but one that stands for
+it, compacted, is.
 """
 
 from __future__ import annotations
@@ -15,14 +19,19 @@ from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
+from asyncckpt.commit.discover import UNREADABLE, KnownHeads, check_files, read_manifest
 from asyncckpt.commit.root import CheckpointRoot, ReadRoot, StoreRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
 from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 
 STEPS_SHOWN_MAX = 16
+VERIFIED_MAX = 64  # Of each directory: a follower verifies for weeks.
 Sealed = TypeVar("Sealed", bound=SealedHead)
+
+# By directory, which outlives what was in it: its name or inode may be another one's by now. By step, the last verified
+# last.
+_verified: dict[tuple[Any, ...], dict[int, str]] = {}
 
 
 def read_chain(root: ReadRoot, step: int) -> Chain:
@@ -200,3 +209,26 @@ def _shown(parents: Sequence[ParentFacts]) -> str:
     if len(steps) > STEPS_SHOWN_MAX:
         steps = [*steps[: STEPS_SHOWN_MAX - 1], f"... {len(steps) - STEPS_SHOWN_MAX} more ...", steps[-1]]
     return " -> ".join(steps)
+
+
+def mark_verified(root: ReadRoot, chain: Chain) -> None:
+    """Remember that this process has verified a checkpoint."""
+    steps = _verified.setdefault(root.root.identity, {})
+    steps.pop(chain.step, None)
+    steps[chain.step] = chain.newest.digest
+    for step in list(steps)[:-VERIFIED_MAX]:
+        if step != max(list(steps)):
+            steps.pop(step, None)
+
+
+def newest_verified(root: ReadRoot, heads: KnownHeads) -> set[int]:
+    """Return the newest step of this directory that this process has verified, as a set of none or one.
+
+    IOFailedError when nobody can look: then it may be there.
+    """
+    for step, digest in sorted(_verified.get(root.root.identity, {}).copy().items(), reverse=True):
+        with contextlib.suppress(NotFoundError, *UNREADABLE):  # It is gone, or damaged.
+            found = heads.of_step(step)
+            if digest in (found.digest, found.head.replaces):
+                return {step}
+    return set()

@@ -14,20 +14,21 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from asyncckpt.commit.foreign import what_is_there
-from asyncckpt.commit.keep import numbers_of
 from asyncckpt.commit.root import ReadRoot, WriteRoot
-from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead, Summary
 from asyncckpt.format.names import compacted_manifest_name, manifest_name, split_shard_path, step_of_manifest
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest, decode_summary
+from asyncckpt.format.strict_json import Json
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.store_folder import StoreFolder
 
 Sealed = TypeVar("Sealed", bound=SealedHead)
 T = TypeVar("T")
 LOOKS_MAX = 9
+UNREADABLE = (CorruptError, IncompatibleError, UnsupportedError)  # Of a manifest that is there.
 
 
 def look_again(root: ReadRoot, look: Callable[[], T]) -> T:
@@ -64,13 +65,8 @@ def is_committed(root: ReadRoot, step: int) -> bool:
     return any(root.manifests.exists(name) for name in (manifest_name(step), compacted_manifest_name(step)))
 
 
-def manifests_by_step(root: ReadRoot) -> dict[int, list[str]]:
-    """Return the names of the manifests of every step; the last one counts: the compacted one where there is one."""
-    return by_step(root.manifests.names())
-
-
 def by_step(listed: Iterable[str]) -> dict[int, list[str]]:
-    """Return the manifests among these names, by step: see manifests_by_step."""
+    """Return the manifests among these names, by step; the last one counts: the compacted one where there is one."""
     names = set(listed)
     steps = {step for name in names if (step := step_of_manifest(name)) is not None}
     return {step: [n for n in (manifest_name(step), compacted_manifest_name(step)) if n in names] for step in steps}
@@ -197,6 +193,17 @@ class KnownHeads:
         kept = replace(sealed, head=replace(sealed.head, values=(), metadata=numbers_of(sealed.head.metadata)))
         self._heads[name] = version, kept
         return kept
+
+
+def numbers_of(metadata: Json) -> dict[str, Json]:
+    """Return the numbers and flags among metadata, encoded as they are: all that rules of retention need."""
+    if type(metadata) is not dict:
+        return {}
+    return {key: value for key, value in metadata.items() if type(value) in (bool, int) or _is_tagged_number(value)}
+
+
+def _is_tagged_number(value: Json) -> bool:
+    return type(value) is dict and len(value) == 1 and not value.keys().isdisjoint(("float", "int"))
 
 
 def newest_step(root: ReadRoot) -> int:

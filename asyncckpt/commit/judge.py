@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, by_step, check_files
 from asyncckpt.commit.keep import kept_by_rules
-from asyncckpt.commit.pins import pins_among
+from asyncckpt.commit.removal import pins_among, uploads_among
 from asyncckpt.commit.root import WriteRoot
-from asyncckpt.commit.upload_marks import uploads_among
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.options import KeepPolicy

@@ -18,9 +18,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
+from asyncckpt.commit.discover import numbers_of
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead
-from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import decode_value
 from asyncckpt.options import HALF_WAY, KeepPolicy
 
@@ -69,17 +69,6 @@ def _is_half_way(head: ManifestHead) -> bool:
 
 def _whole(head: ManifestHead | None) -> ManifestHead | None:
     return None if head is None or _is_half_way(head) else head
-
-
-def numbers_of(metadata: Json) -> dict[str, Json]:
-    """Return the numbers and flags among metadata, encoded as they are: all that rules need."""
-    if type(metadata) is not dict:
-        return {}
-    return {key: value for key, value in metadata.items() if type(value) in (bool, int) or _is_tagged_number(value)}
-
-
-def _is_tagged_number(value: Json) -> bool:
-    return type(value) is dict and len(value) == 1 and not value.keys().isdisjoint(("float", "int"))
 
 
 def _of_every_steps(policy: KeepPolicy, steps: Sequence[int], head_of: HeadOf) -> list[int]:

@@ -1,4 +1,4 @@
-"""Remove attempts, with the manifests that name them, so that nothing is acknowledged that needs what goes.
+"""Remove attempts, with the manifests that name them, and what failed saves left; and keep steps from that by marks.
 
 LOCK keeps other writers away. Where it does not work, others may save, remove and sweep at the same time. So whoever
 removes says so first, by a mark, which is an empty file; and nothing gets another name that a reader looks for:
@@ -15,6 +15,21 @@ it is seen there; if later, it sees a mark, or that something is gone, and does 
 
 Whoever comes upon marks of another process takes back what is announced, and completes what is decided: it may have
 crashed, and if not, it finds that out in 3. No step of 4 is wrong when two do it.
+
+Two other empty files keep a step from retention, for as long as it is there:
+
+manifests/<step>.pin. Whoever pins needs no LOCK, so it works beside a job that trains. It makes the file durable, and
+only then looks whether nobody is about to remove the step, and it is there. If the file was there at 2, it is seen, and
+the step stays; if it came later, who pins sees the mark, and says so. Who pins in vain leaves the file, for another one
+may have pinned the step by it meanwhile. So may a crash.
+
+manifests/.u-<step>-<attempt>, made right before the rename that commits an attempt which goes to an object store, too;
+both are durable together. Whoever uploads the attempt removes it behind that. A crash before leaves it, and the next
+writer goes on. Who names the step may remove it all the same.
+
+A sweep removes these two where the step or attempt is gone, temporary manifests, and attempt folders that no manifest
+names. Only a manifest of step N can name a folder of step N; as long as one cannot be read, the folders of its step
+stay. A store has no LOCK: there a Saver sweeps nothing, and who asks for it ends the saves that others are making.
 """
 
 from __future__ import annotations
@@ -22,13 +37,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
-from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.discover import KnownHeads, by_step, is_committed, read_head
 from asyncckpt.commit.root import ReadRoot, StoreRoot, WriteRoot
-from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError
-from asyncckpt.format.names import Mark, attempt_of_directory, compacted_manifest_name, manifest_name
+from asyncckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    IOFailedError,
+    NotFoundError,
+)
+from asyncckpt.format.names import (
+    Attempt,
+    Mark,
+    attempt_id_of_temporary,
+    attempt_of_directory,
+    attempt_of_upload_mark,
+    compacted_manifest_name,
+    manifest_name,
+    pin_name,
+    step_of_pin,
+    upload_mark_name,
+)
+from asyncckpt.model.result import GarbageReport
+from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.store_folder import StoreFolder
 from asyncckpt.system import register_at_fork
 
 FAILED_SHOWN_MAX = 8
@@ -184,3 +221,158 @@ def _step(mark: Mark) -> int:
     attempt = attempt_of_directory(mark.folder)
     assert attempt is not None
     return attempt.step
+
+
+def mark_upload(root: WriteRoot, attempt: Attempt) -> None:
+    root.manifests.make_empty(upload_mark_name(attempt))
+
+
+def unmark_upload(root: WriteRoot, attempt: Attempt) -> None:
+    """Remove a mark. Not synced: one that comes back is of what is in the store already."""
+    root.manifests.remove_file(upload_mark_name(attempt))
+
+
+def uploads_among(names: Iterable[str]) -> list[Attempt]:
+    """Return the attempts that are to be uploaded, in the order of their steps, given the names in manifests/."""
+    found = [attempt for name in names if (attempt := attempt_of_upload_mark(name)) is not None]
+    return sorted(found, key=lambda attempt: attempt.step)
+
+
+def remove_upload_marks(root: WriteRoot, listed: Iterable[str], keep_attempts: Container[str]) -> list[str]:
+    """Remove the marks among these whose attempts have no folder and are not running; return their names."""
+    marked = [attempt for attempt in uploads_among(listed) if attempt.id not in keep_attempts]
+    folders = set(root.data.names()) if marked else set()  # Behind the marks, which are made later.
+    names = [upload_mark_name(attempt) for attempt in marked if attempt.directory not in folders]
+    return remove_each(root, names)
+
+
+def pins_among(names: Iterable[str]) -> set[int]:
+    """Return the steps that are pinned, given the names in manifests/; some may be gone."""
+    return {step for name in names if (step := step_of_pin(name)) is not None}
+
+
+def is_pinned(root: ReadRoot, step: int) -> bool:
+    return root.manifests.exists(pin_name(step))
+
+
+def pin_step(root: WriteRoot, step: int) -> None:
+    """Pin a step, durably. NotFoundError, ConflictError for one that is being removed."""
+    read_head(root, step)  # A damaged one, or none, leaves no file.
+    try:
+        root.manifests.make_empty(pin_name(step))
+    except IOFailedError as error:
+        if error.errno != errno.EEXIST:
+            raise
+    root.manifests.sync()
+    going = being_removed(root)  # Before the look at the step: a removal that ends in between has taken its mark away.
+    if read_head(root, step).folder_name in going:
+        raise ConflictError(f"step {step} of {str(root.path)!r} is being removed", hint="if it stays, pin it again")
+
+
+def unpin_step(root: WriteRoot, step: int) -> bool:
+    """Let retention have a step again, durably; return whether it was pinned."""
+    was_pinned = root.manifests.remove_file(pin_name(step))
+    root.manifests.sync()
+    return was_pinned
+
+
+def remove_pins(root: WriteRoot, steps: Iterable[int]) -> list[str]:
+    """Remove the pins of those of the steps that are gone; return the names of their files."""
+    return remove_each(root, [pin_name(step) for step in steps if not is_committed(root, step)])
+
+
+def sweep(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> list[str]:
+    """Remove data folders and temporary manifests of no checkpoint and no running attempt; return their names.
+
+    keep_attempts: ids of running attempts. Others may add theirs while this runs, before they make their folder, and
+    take it out once they have published it or given it up. One that cannot be removed does not keep the others:
+    IOFailedError naming those that stay, at the end.
+    """
+    names = root.data.names()
+    find_strays = partial(_strays, root, heads, names, keep_attempts, [])
+    strays = find_strays()
+    listed = root.manifests.names()
+    temporaries = _temporaries(listed, keep_attempts)
+    removed: list[str] = []
+    failed: list[CheckpointError] = []
+    with noted(failed):
+        removed += remove_each(root, temporaries)
+    with noted(failed):
+        removed += remove(root, heads, strays, lambda: set(strays) <= set(find_strays()))
+    with noted(failed):
+        removed += remove_upload_marks(root, listed, keep_attempts)
+    if pins_among(listed):
+        now = root.manifests.names()
+        with noted(failed):
+            removed += remove_pins(root, pins_among(now) - by_step(now).keys())
+    raise_noted(failed)
+    return removed
+
+
+def collect_garbage(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> GarbageReport:
+    """Sweep, and say how much that was. Then raises also what keeps folders: that a manifest cannot be read."""
+    unread: list[CheckpointError] = []
+    strays = _strays(root, heads, root.data.names(), keep_attempts, unread)
+    sizes = {name: _sizes_in(root.data, name) for name in {*strays, *being_removed(root)}}
+    for name in _temporaries(root.manifests.names(), keep_attempts):
+        with contextlib.suppress(CheckpointError):  # What is not there any more, or is no file.
+            sizes[name] = [root.manifests.size(name)]
+    removed = sweep(root, heads, keep_attempts=keep_attempts)
+    if unread:
+        raise unread[0]
+    emptied = {name for name in removed if step_of_pin(name) is not None or attempt_of_upload_mark(name) is not None}
+    files = [size for name in removed for size in sizes.get(name, [0] if name in emptied else [])]
+    # Some stores go on listing prefixes without objects.
+    is_seen = {name for name in removed if sizes.get(name) or not isinstance(root, StoreRoot)}
+    folders = [name for name in removed if attempt_of_directory(name) is not None and name in is_seen]
+    return GarbageReport(folders_count=len(folders), files_count=len(files), bytes=sum(files))
+
+
+def _temporaries(names: Iterable[str], keep_attempts: Container[str]) -> list[str]:
+    """Return the temporary manifests among these names, but those of running attempts."""
+    attempts = [(name, attempt_id_of_temporary(name)) for name in names]
+    return [name for name, attempt in attempts if attempt is not None and attempt not in keep_attempts]
+
+
+def _sizes_in(data: Directory | StoreFolder, name: str) -> list[int]:
+    """Return the bytes of each file of an attempt's folder, which may be gone."""
+    sizes: list[int] = []
+    with contextlib.suppress(CheckpointError), data.child(name) as folder:
+        for file in folder.names():
+            with contextlib.suppress(CheckpointError):  # Another one has removed it, or it is no file.
+                sizes.append(folder.size(file))
+    return sizes
+
+
+def _strays(
+    root: WriteRoot,
+    heads: KnownHeads,
+    names: list[str],
+    keep_attempts: Container[str],
+    unread: list[CheckpointError],
+) -> list[str]:
+    """Return the attempt folders without a manifest. Reads manifests of steps with several folders or manifests only.
+
+    `names` were listed before: a folder of no running attempt whose manifest is published meanwhile is then seen to
+    have one. unread: gets why a manifest cannot be read.
+    """
+    folders_of: dict[int, list[str]] = defaultdict(list)
+    for name in names:
+        attempt = attempt_of_directory(name)
+        if attempt is not None and attempt.id not in keep_attempts:
+            folders_of[attempt.step].append(name)
+    manifests = by_step(root.manifests.names())
+    strays = []
+    for step, folders in folders_of.items():
+        if step not in manifests:
+            strays += folders
+        elif len(folders) > 1 or len(manifests[step]) > 1:
+            try:
+                named = {heads.of(name).head.folder_name for name in manifests[step]}
+            except NotFoundError:  # Retention removes the step right now, and its folders.
+                continue
+            except CheckpointError as error:
+                unread.append(error)
+                continue
+            strays += [folder for folder in folders if folder not in named]
+    return strays

@@ -14,14 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.chain import chain_below
-from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import KnownHeads, look_again
+from asyncckpt.commit.discover import UNREADABLE, KnownHeads, look_again
 from asyncckpt.commit.judge import Judgement, Listing, judge
-from asyncckpt.commit.pins import remove_pins
-from asyncckpt.commit.removal import remove
+from asyncckpt.commit.removal import remove, remove_pins, sweep
 from asyncckpt.commit.root import WriteRoot
-from asyncckpt.commit.sweep import UNREADABLE, sweep
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IOFailedError, NotFoundError, UsageError
 from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.model.result import PruneReport

@@ -5,14 +5,14 @@ A checkpoint exists from the moment its manifest has its final name; before that
 1. `begin`: look whether the directory is where it was; sweep what failed saves left (but for a compaction); make
    data/<step>-<attempt>/ and sync data/. The shard room writes and syncs files in it, on whichever rank; other ranks
    look at their own files before they say that they are prepared.
-2. `commit` encodes the manifest and proves that readers will accept it (proof.py).
+2. `commit` encodes the manifest and proves that readers will accept it (attempt.py).
 3. It syncs the attempt's folder, so that the names of the files are durable; writes manifests/.m-<attempt>, syncs it.
 4. It proves the rest right before the rename: directory, folders and the LOCK are where they were; every file is there
    by its name with its size, and one that this process wrote is the very same file; what a delta builds upon is there;
    nobody is about to remove any of it (removal.py); what a compacted one replaces is the manifest that was read.
-5. It marks the attempt for upload, where that is wanted (upload_marks.py), and renames the manifest to
-   manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is
-   there, gets the name manifests/<step>.full.json.
+5. It marks the attempt for upload, where that is wanted, and renames the manifest to manifests/<step>.json,
+   refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is there, gets the name
+   manifests/<step>.full.json.
 6. It syncs manifests/, or in a store reads the manifest back: durable.
 7. It looks at folder and files once more: a writer without a working lock, or a cleaner, may have removed them between
    4 and 5. Only now is the save acknowledged.
@@ -43,17 +43,22 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, Protocol, TypeVar
 
+from asyncckpt.commit.attempt import (
+    Claim,
+    Draft,
+    Publication,
+    begin_attempt,
+    claims,
+    encode_proven,
+    folder_removed,
+    step_exists,
+)
 from asyncckpt.commit.chain import KnownChain, base_lost
-from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, forget_after, settle
-from asyncckpt.commit.proof import Draft, encode_proven
-from asyncckpt.commit.publication import Publication, begin_attempt, folder_removed
-from asyncckpt.commit.removal import being_removed
+from asyncckpt.commit.removal import being_removed, mark_upload, sweep, unmark_upload
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
-from asyncckpt.commit.sweep import sweep
-from asyncckpt.commit.upload_marks import mark_upload, unmark_upload
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
@@ -136,7 +141,8 @@ class Commits:
 
         What the next `begin` can settle is no reason.
         """
-        check_may_be_settled(self.in_doubt)
+        if self.in_doubt:
+            check_may_be_settled(self.in_doubt)
 
 
 @dataclass(frozen=True)
@@ -174,9 +180,10 @@ class Transaction:
         """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`. ConflictError."""
         with recorder.span("begin"):
             commits.root.check_in_place(_done(claim))
-            if claim.kind == "save":
-                forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
-            settle(commits.in_doubt)
+            if commits.in_doubt:
+                if claim.kind == "save":
+                    forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
+                settle(commits.in_doubt)
             if claim.kind == "save":
                 commits.sweep()
             made = begin_attempt(commits.root, claim, goes_on=goes_on, durable=commits.durable)

@@ -1,4 +1,4 @@
-"""What carries messages and parts between the ranks of a job: the Protocol of all channels.
+"""What carries messages and parts between the ranks of a job: the Protocol of all channels, and how often they look.
 
 A channel may lose, repeat or delay a message (docs/ranks.md); it never changes one, and what was sent for one call
 never shows up under another. A call is the number of a save, alike on all ranks.
@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import weakref
 from typing import Protocol
 
 from asyncckpt.errors import UsageError
+from asyncckpt.signals import uninterrupted
 from asyncckpt.system import register_at_fork
+
+FIRST_S = 0.0005
+GROWTH = 1.6
 
 
 class Channel(Protocol):
@@ -53,6 +58,46 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """End this rank's side; never raises over another error."""
+
+
+class Pauses:
+    """The times at which to look again: soon at first, later while nothing comes. Used by one thread.
+
+    pause_s_max  the longest pause; `first_s` the shortest, after something came.
+    """
+
+    def __init__(self, *, pause_s_max: float, first_s: float = FIRST_S) -> None:
+        assert 0 < first_s <= pause_s_max
+        self._first_s = first_s
+        self._pause_s_max = pause_s_max
+        self._pause_s = first_s
+        self._next = time.monotonic()
+
+    def are_over(self) -> bool:
+        """Return whether it is time to look."""
+        return time.monotonic() >= self._next
+
+    def nothing_came(self) -> None:
+        """Look again after a pause, and let the next one be longer."""
+        self._next = time.monotonic() + self._pause_s
+        self._pause_s = min(self._pause_s * GROWTH, self._pause_s_max)
+
+    def something_came(self) -> None:
+        """Look again at once, and soon after that: what comes rarely comes alone."""
+        self._next = time.monotonic()
+        self._pause_s = self._first_s
+
+    def pause(self, until: float) -> bool:
+        """Sleep to the next look, for nothing came; return False when `until` is reached first."""
+        self.nothing_came()
+        return self.wait_until(until)
+
+    def wait_until(self, until: float) -> bool:
+        """Sleep to the next look, but not past `until` (time.monotonic); return False when that is reached first."""
+        now = time.monotonic()
+        time.sleep(max(0.0, min(self._next, until) - now))
+        uninterrupted.look()
+        return self._next < until
 
 
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 
 from asyncckpt.coordination.actions import AbandonAttempt, Action, MakeFolder, Publish, Send
 from asyncckpt.coordination.messages import (
+    COORDINATOR,
     Alive,
     AttemptMessage,
     Begin,
@@ -35,7 +36,6 @@ from asyncckpt.coordination.messages import (
     Prepared,
     Skipped,
 )
-from asyncckpt.coordination.participant import COORDINATOR
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
 

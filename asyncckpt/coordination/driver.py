@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from asyncckpt.coordination.actions import AbandonAttempt, Action, Contradiction, Look, MakeFolder, Publish, Send, Write
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.messages import (
+    COORDINATOR,
     AttemptMessage,
     Begin,
     Failed,
@@ -34,7 +35,6 @@ from asyncckpt.coordination.messages import (
     decode,
     encode,
 )
-from asyncckpt.coordination.participant import COORDINATOR
 from asyncckpt.coordination.rank_machine import RankMachine
 from asyncckpt.errors import ConflictError, IndeterminateError, PeerError, PeerInDoubtError
 from asyncckpt.format.names import Attempt

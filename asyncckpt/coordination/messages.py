@@ -25,6 +25,7 @@ from asyncckpt.format.names import Attempt, attempt_of_directory
 from asyncckpt.format.strict_json import Fields, Json, dumps, loads, shown
 
 PROTOCOL_VERSION = 1
+COORDINATOR = 0  # The rank that is it.
 CAUSE_CHARACTERS_MAX = 2000
 ALIVE_PER_SILENCE = 4
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from asyncckpt.coordination.pauses import Pauses
+from asyncckpt.coordination.channel import Pauses
 from asyncckpt.errors import CorruptError
 from asyncckpt.storage.directory import Directory, io_failed
 

@@ -24,8 +24,8 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-from asyncckpt.coordination.pauses import Pauses
-from asyncckpt.coordination.store_line import LineBroken, StoreLine
+from asyncckpt.coordination.channel import Pauses
+from asyncckpt.coordination.rank_store import LineBroken, StoreLine
 from asyncckpt.errors import CorruptError, PeerError
 from asyncckpt.format.strict_json import dumps, loads
 

@@ -1,7 +1,7 @@
 """A channel over a TCPStore of our own: the ranks of a process group, whatever its backend.
 
 The process of rank 0 serves the store, so the channel lives as long as rank 0 does. What is in the store:
-store_values.py.
+rank_store.py.
 
 A send is two writes that wait for no answer. A look is one question: both logs at once. Nobody waits inside the store
 (that would hold its connection and, when it ends, fill the log with stacks): ranks look again and again, with pauses
@@ -20,12 +20,13 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
-from asyncckpt.coordination.channel import check_own_process, close_at_exit
-from asyncckpt.coordination.pauses import FIRST_S, Pauses
-from asyncckpt.coordination.store_address import connect_to_announced, leave_cause, serve_for
-from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine, default_store
-from asyncckpt.coordination.store_values import (
+from asyncckpt.coordination.channel import FIRST_S, Pauses, check_own_process, close_at_exit
+from asyncckpt.coordination.rank_store import (
+    Answer,
     Inbox,
+    LineBroken,
+    StoreLine,
+    default_store,
     delete_value,
     drop_log,
     find_value,
@@ -36,6 +37,7 @@ from asyncckpt.coordination.store_values import (
     put_key,
     write_value,
 )
+from asyncckpt.coordination.store_address import connect_to_announced, leave_cause, serve_for
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, PeerError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.own_rank import rank_in_group

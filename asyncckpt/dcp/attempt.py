@@ -24,10 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncckpt.commit.claims import claims
-from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.attempt import Draft, claims
+from asyncckpt.commit.chain import newest_verified
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.commit.verified import newest_verified
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.held_directory import commits_of, start_retention
 from asyncckpt.engine.process.save_lock import save_lock

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from asyncckpt.arguments import check_type
+from asyncckpt.commit.attempt import Draft
 from asyncckpt.commit.import_source import ImportSource, check_is_apart, reading
 from asyncckpt.commit.new_entry import NewEntry, check_is_free
-from asyncckpt.commit.proof import Draft
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
 from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
 from asyncckpt.dcp.distcp_files import ChunkSource, DcpFiles

@@ -29,10 +29,9 @@ from asyncckpt.dcp.rank_part import DcpPath
 from asyncckpt.errors import UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name, is_in_torch
 from asyncckpt.format.manifest import Chain, RankPart
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import TENSOR, VALUE, Node, key_value, leaves, unique_names
-from asyncckpt.format.values import encode_value
+from asyncckpt.format.values import MAPPINGS, encode_value
 from asyncckpt.model.table import Role
 
 DCP_VERSION = "1.0.0"

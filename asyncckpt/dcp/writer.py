@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from asyncckpt.commit.attempt import Draft, body_structure
 from asyncckpt.commit.discover import check_listed
-from asyncckpt.commit.proof import Draft, body_structure
 from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
 from asyncckpt.dcp.attempt import AttemptRef, CoordinatedAttempt, receive_ref, save_lock_held, take_newest_ref
 from asyncckpt.dcp.planned_data import encode_values, facts_of, tensors_of, values_apart

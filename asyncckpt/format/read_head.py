@@ -9,10 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
+import xxhash
+
 from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import (
     DIGEST_ALGORITHM,
+    DIGEST_MARK,
+    END_BYTES,
     FEATURES,
     FORMAT,
     VERSION,
@@ -21,7 +25,6 @@ from asyncckpt.format.manifest import (
     ParentFacts,
     SaveTimes,
     SealedHead,
-    manifest_digest,
 )
 from asyncckpt.format.names import (
     Attempt,
@@ -30,7 +33,7 @@ from asyncckpt.format.names import (
     split_shard_path,
     step_of_manifest,
 )
-from asyncckpt.format.strict_json import Fields, loads
+from asyncckpt.format.strict_json import Fields, loads, looks_like
 
 
 def decode_head(raw: bytes, name: str) -> SealedHead:
@@ -55,6 +58,20 @@ def open_manifest(raw: bytes, name: str) -> tuple[Fields, SealedHead]:
         raise CorruptError(f"{owner} replaces another manifest, but its name does not", found=head.replaces)
     check_features(fields, head.features)
     return fields, SealedHead(head=head, digest=digest)
+
+
+def manifest_digest(raw: bytes, *, owner: str) -> str:
+    """Check the manifest's own digest and return it; CorruptError when a byte differs or the end is missing."""
+    if not raw:
+        raise CorruptError(f"{owner} is empty")
+    if raw[-END_BYTES:-35] != DIGEST_MARK or raw[-3:] != b'"}\n':
+        hint = looks_like(raw) or "it is truncated or has foreign bytes"
+        raise CorruptError(f"{owner} does not end as a manifest ends", hint=hint)
+    stored = raw[-35:-3].decode("ascii", "replace")
+    computed = xxhash.xxh3_128_hexdigest(raw[:-END_BYTES])
+    if stored != computed:
+        raise CorruptError(f"{owner} is damaged: its digest is wrong", found=computed, expected=stored)
+    return computed
 
 
 def check_features(fields: Fields, used: Collection[str]) -> None:

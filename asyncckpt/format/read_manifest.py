@@ -15,11 +15,17 @@ import xxhash
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
-from asyncckpt.format.body_features import features_of, features_of_sharing, features_of_tree
+from asyncckpt.format.body_members import (
+    decode_sharing,
+    features_of,
+    features_of_sharing,
+    features_of_tree,
+    with_modules,
+)
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import STORED_ITEMSIZE, StoredDtype, known_dtype
-from asyncckpt.format.header import HEADER_ALIGNMENT
 from asyncckpt.format.manifest import (
+    HEADER_ALIGNMENT,
     BlockFacts,
     FileFacts,
     Manifest,
@@ -28,9 +34,7 @@ from asyncckpt.format.manifest import (
     Summary,
     features_of_values,
 )
-from asyncckpt.format.modules import with_modules
 from asyncckpt.format.read_head import check_features, open_manifest, rank_fields
-from asyncckpt.format.sharing import decode_sharing
 from asyncckpt.format.strict_json import Fields
 from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves, object_paths, tensor_paths
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, PlacedBlock, TableFacts

@@ -4,7 +4,7 @@ A node is a nested tuple, cheap to compare, so that a plan is reused while the t
 
     TENSOR, ARRAY, SCALAR, VALUE             leaves (torch tensor, NumPy array, NumPy scalar, plain value)
     ("dict", keys, children)                 keys: str, or (type name, value) for int, bool, float, None
-    ("ordered", keys, children)              the same, of an OrderedDict; of other kinds, see mappings.py
+    ("ordered", keys, children)              the same, of an OrderedDict; of other kinds, see values.py
     (kind, keys, children, facts)            the state dict of a module, see module_facts.py
     ("list", children), ("tuple", children)
     ("state", child)                         an object with state_dict(); child is that dict
@@ -20,9 +20,9 @@ from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.mappings import MAPPING_OF_TAG, MAPPINGS, TYPED_MAPPINGS, made_mapping
 from asyncckpt.format.module_facts import facts_of, implied_modules, metadata_of_facts
 from asyncckpt.format.strict_json import Json, shown
+from asyncckpt.format.values import MAPPING_OF_TAG, MAPPINGS, TYPED_MAPPINGS, made_mapping
 
 TENSOR = ("tensor",)
 ARRAY = ("array",)

@@ -17,7 +17,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncckpt.format import limits
-from asyncckpt.format.body_features import features_of, features_of_sharing, features_of_tree
+from asyncckpt.format.body_members import (
+    encode_modules,
+    encode_sharing,
+    features_of,
+    features_of_sharing,
+    features_of_tree,
+)
 from asyncckpt.format.manifest import (
     DIGEST_ALGORITHM,
     DIGEST_MARK,
@@ -29,8 +35,6 @@ from asyncckpt.format.manifest import (
     SaveTimes,
     features_of_values,
 )
-from asyncckpt.format.modules import encode_modules
-from asyncckpt.format.sharing import encode_sharing
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.tree import Node, encode_tree
 from asyncckpt.model.block import PlacedBlock, TableFacts

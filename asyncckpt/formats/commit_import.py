@@ -15,10 +15,9 @@ from pathlib import Path
 
 import xxhash
 
-from asyncckpt.commit.claims import claims, step_exists
+from asyncckpt.commit.attempt import Draft, claims, step_exists
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.import_source import ImportSource, check_is_apart, reading, statuses
-from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import WriteRoot, open_root
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, write_blocks

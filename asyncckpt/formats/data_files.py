@@ -19,7 +19,7 @@ from asyncckpt import system
 from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.dtypes import StoredDtype, known_dtype
-from asyncckpt.format.header import HeaderEntry, decode_header, header_length
+from asyncckpt.format.manifest import HeaderEntry, decode_header, header_length
 from asyncckpt.format.strict_json import looks_like
 from asyncckpt.native import Progress, Reads, ShortFile, core
 from asyncckpt.shard.reader import READ_THREADS

@@ -17,8 +17,7 @@ from asyncckpt import system
 from asyncckpt.engine.compact.copy_blocks import write_apart
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.header import HeaderTemplate
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.manifest import FileFacts, HeaderTemplate
 from asyncckpt.format.names import Attempt
 from asyncckpt.formats.data_files import FileArray, OpenArrays, digest_of
 from asyncckpt.model.block import BlockSpec, PlacedBlock

@@ -18,7 +18,6 @@ from typing import Any
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import Chain, Manifest, RankPart
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import (
     VALUE,
@@ -33,7 +32,7 @@ from asyncckpt.format.tree import (
     tensor_paths,
     unique_names,
 )
-from asyncckpt.format.values import decode_value
+from asyncckpt.format.values import MAPPINGS, decode_value
 from asyncckpt.model.sharing import SharedView
 from asyncckpt.model.table import Role
 from asyncckpt.plan.stored_tables import StoredTable, stored_tables

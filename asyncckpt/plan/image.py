@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from asyncckpt.format.dtypes import stored_dtype
-from asyncckpt.format.header import HeaderTemplate, render_header
+from asyncckpt.format.manifest import HeaderTemplate, render_header
 from asyncckpt.format.names import shard_name
 from asyncckpt.format.tree import unique_names
 from asyncckpt.model.block import BlockSpec, PlacedBlock

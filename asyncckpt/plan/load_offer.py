@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from asyncckpt.errors import UsageError
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import (
     Key,
     Node,
@@ -37,6 +36,7 @@ from asyncckpt.format.tree import (
     state_dict_of,
     unique_names,
 )
+from asyncckpt.format.values import MAPPINGS
 from asyncckpt.model.table import Table
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt

@@ -28,7 +28,6 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings.cast import FLOATS, INTEGERS
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import (
     TENSOR,
     VALUE,
@@ -43,6 +42,7 @@ from asyncckpt.format.tree import (
     tensor_names,
     tensor_paths,
 )
+from asyncckpt.format.values import MAPPINGS
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.leaf_memory import check_leaf, overlaps_itself

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import VALUE, Node, Path, key_value
-from asyncckpt.format.values import decode_value
+from asyncckpt.format.values import MAPPINGS, decode_value
 from asyncckpt.model.table import Role
 from asyncckpt.plan.contents import StoredDense, joined_tree, joined_values, stored_dense
 

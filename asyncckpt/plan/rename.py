@@ -13,7 +13,6 @@ from typing import Any
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.module_facts import implied_modules, module_of
 from asyncckpt.format.tree import (
     Key,
@@ -27,6 +26,7 @@ from asyncckpt.format.tree import (
     rebuild,
     tensor_names,
 )
+from asyncckpt.format.values import MAPPINGS
 from asyncckpt.model.table import Role
 from asyncckpt.plan.state import flatten
 

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.mappings import mapping_kind
 from asyncckpt.format.module_facts import facts_of, metadata_in
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path
-from asyncckpt.format.values import encode_value
+from asyncckpt.format.values import encode_value, mapping_kind
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import Table
 from asyncckpt.plan.sharded_leaves import as_sharded

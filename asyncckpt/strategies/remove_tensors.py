@@ -15,9 +15,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import Draft, claims
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
-from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import ReadRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks

@@ -21,11 +21,10 @@ from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Manifest, RankPart
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, SCALAR, VALUE, Node, descend, leaf_of, leaves, path_name, rebuild
 from asyncckpt.format.tree import Path as TreePath
-from asyncckpt.format.values import decode_value
+from asyncckpt.format.values import MAPPINGS, decode_value
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.store_url import Place

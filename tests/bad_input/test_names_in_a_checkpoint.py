@@ -12,7 +12,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
-from asyncckpt.format import typed_values
+from asyncckpt.format import values
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.trainer_state.plain import from_plain
 from tests.bad_input.crafted import Crafted
@@ -41,7 +41,7 @@ WAYS: dict[str, Callable[[Path, str], Any]] = {
     "metadata of DCP": read_metadata,
     "manifest": read_manifest,
     "dtype": lambda folder, name: dtype_by_name(name, owner="block 'w'"),
-    "value": lambda folder, name: typed_values._dtype(name),
+    "value": lambda folder, name: values._dtype(name),
     "plain state": lambda folder, name: from_plain({"tensor": (name, (1,), b"1234")}),
 }
 

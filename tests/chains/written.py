@@ -15,8 +15,7 @@ import torch
 import xxhash
 
 from asyncckpt.format.encodings import encode
-from asyncckpt.format.header import render_header
-from asyncckpt.format.manifest import FileFacts, ManifestHead, ParentFacts
+from asyncckpt.format.manifest import FileFacts, ManifestHead, ParentFacts, render_header
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, shard_path
 from asyncckpt.format.values import encode_value
 from asyncckpt.format.write_manifest import BodyTemplate, encode_manifest, render_body, written_digest

@@ -10,8 +10,8 @@ import torch
 
 import asyncckpt
 from asyncckpt.commit import transaction
+from asyncckpt.commit.removal import mark_upload
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot
-from asyncckpt.commit.upload_marks import mark_upload
 from asyncckpt.engine.upload import uploads
 from asyncckpt.format.names import Attempt
 from tests.cloud import seaweed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.engine.ranks import in_turn
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore

@@ -15,8 +15,7 @@ import numpy as np
 import xxhash
 
 import asyncckpt
-from asyncckpt.format.header import render_header
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ParentFacts, RankPart
+from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ParentFacts, RankPart, render_header
 from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.write_manifest import encode_manifest, encode_part, render_body, written_digest

@@ -10,9 +10,9 @@ import torch
 
 import asyncckpt
 from asyncckpt.adapters import FixedTable
+from asyncckpt.commit.chain import newest_verified
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.verified import newest_verified
 from tests.chains.model import new_table, rows_of
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.ranks_world import IDS, Holder, Target, insert, owned, row, saved_by

@@ -16,8 +16,7 @@ import pytest
 
 import asyncckpt
 from asyncckpt.commit import transaction
-from asyncckpt.commit.claims import Claim
-from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.attempt import Claim, Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit import verified
+from asyncckpt.commit import chain
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.format.manifest import SealedHead
 
@@ -88,7 +88,7 @@ def test_a_compacted_one_stands_for_it(tmp_path: Path) -> None:
 
 
 def test_the_newest_is_remembered_whenever_it_was_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verified, "VERIFIED_MAX", 2)
+    monkeypatch.setattr(chain, "VERIFIED_MAX", 2)
     save(tmp_path, *range(6))
     for step in (5, 3, 2, 1, 0):
         asyncckpt.verify(tmp_path, step)

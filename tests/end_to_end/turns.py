@@ -14,11 +14,11 @@ import pytest
 
 import asyncckpt
 from asyncckpt.commit import removal, retention
-from asyncckpt.commit.claims import Claims
+from asyncckpt.commit.attempt import Claims
 from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.removal import sweep
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.sweep import sweep
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.directory import Directory
 

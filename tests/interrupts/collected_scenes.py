@@ -31,7 +31,7 @@ watched_locks.install()
 import asyncckpt  # noqa: E402
 import asyncckpt.dcp  # noqa: E402
 import asyncckpt.embcache  # noqa: E402
-from asyncckpt.commit.claims import claims  # noqa: E402
+from asyncckpt.commit.attempt import claims  # noqa: E402
 from asyncckpt.coordination import file_channel, rendezvous  # noqa: E402
 from asyncckpt.dcp.attempt import CoordinatedAttempt  # noqa: E402
 from asyncckpt.engine.process.save_lock import save_lock  # noqa: E402

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import asyncckpt
 import asyncckpt.embcache
 from asyncckpt import saver as saver_module
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save import start_save
 from asyncckpt.pipeline.threads import IdleEndingThreads

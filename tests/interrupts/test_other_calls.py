@@ -20,7 +20,7 @@ import torch
 import asyncckpt
 import asyncckpt.dcp
 from asyncckpt.checkpoints import collect_garbage, pin, prune, remove_after, unpin
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.storage.owner_lock import _registry
 from asyncckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest

@@ -14,7 +14,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import guard
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.staging.arena import ArenaState

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.commit.claims import Claims
+from asyncckpt.commit.attempt import Claims
 from asyncckpt.engine.process.in_flight import RunningCalls
 from asyncckpt.engine.process.save_lock import SaveLock
 from tests.pairs.gate import Gate, Place

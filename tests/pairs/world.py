@@ -24,7 +24,7 @@ import torch
 import asyncckpt
 import asyncckpt.embcache
 from asyncckpt.commit import retention
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, EmbCacheTableConfig
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.engine.process.save_lock import save_lock

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import FileChannel, open_file_channel
+from asyncckpt.coordination.rank_store import StoreLine
 from asyncckpt.coordination.store_address import StoreAddress, connect, serve
 from asyncckpt.coordination.store_channel import StoreChannel
-from asyncckpt.coordination.store_line import StoreLine
 from asyncckpt.storage.directory import Directory
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from asyncckpt.commit.claims import Claim
+from asyncckpt.commit.attempt import Claim
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.file_channel import FileChannel
 from asyncckpt.coordination.messages import Begin, Outcome, Prepared, decode

@@ -14,8 +14,8 @@ import pytest
 from asyncckpt.coordination import file_channel, store_channel
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import FileChannel
+from asyncckpt.coordination.rank_store import StoreLine
 from asyncckpt.coordination.store_channel import StoreChannel
-from asyncckpt.coordination.store_line import StoreLine
 from asyncckpt.errors import DeadlineError, IOFailedError, PeerError, UsageError
 from asyncckpt.storage.directory import Directory
 from tests.ranks.channels import DEADLINE_S, KINDS, StuckStore, at_once, channels, gather

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.ranks import in_turn
 from asyncckpt.errors import FilterError

@@ -10,7 +10,7 @@ import asyncckpt.coordination.rank_machine as rank_machine
 from asyncckpt.coordination.actions import Action, Publish, Send
 from asyncckpt.coordination.coordinator import Coordinator, CoordinatorState
 from asyncckpt.coordination.messages import Begin, Failed, Message, Outcome, Prepared, Skipped
-from asyncckpt.coordination.participant import Participant, ParticipantState
+from asyncckpt.coordination.rank_machine import Participant, ParticipantState
 from asyncckpt.format.strict_json import Json
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.errors import ConflictError, IncompatibleError, NotFoundError, UnsupportedError, UsageError
 from asyncckpt.strategies import ShardedLoad, ShardedSave, remove_tensors
 from asyncckpt.strategies.mapping import ShardedObject, ShardedTensor

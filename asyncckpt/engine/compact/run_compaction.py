@@ -11,7 +11,7 @@
 
 Nothing is changed before 5, so a crash leaves the chain as it was, and leftovers that the next save sweeps (in a store,
 `collect_garbage`). A save of this process does not sweep the folder of a compaction that runs beside it: see
-commit/claims.py.
+commit/attempt.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from asyncckpt.commit.attempt import Draft, claims
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import is_committed, newest_step, read_manifest
-from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Commits, Transaction

@@ -9,8 +9,8 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from asyncckpt.adapters.named_parts import Values, filled, is_plain
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import Node, Path, key_value
+from asyncckpt.format.values import MAPPINGS
 from asyncckpt.plan.state import stored_key
 
 

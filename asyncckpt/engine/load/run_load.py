@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from asyncckpt.adapters.left_out import tables_left_out
-from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.chain import mark_verified, read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
-from asyncckpt.commit.verified import mark_verified
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.load_object import load_object
 from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import head_in, look_again, manifests_by_step, newest_step
+from asyncckpt.commit.chain import mark_verified, read_chain
+from asyncckpt.commit.discover import by_step, head_in, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, open_root
-from asyncckpt.commit.verified import mark_verified
 from asyncckpt.errors import IOFailedError, NotFoundError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import (
@@ -92,7 +91,7 @@ def _strays(root: ReadRoot, chain: Chain) -> tuple[str, ...]:
             continue
         if root.data.has_folder(name):  # Some stores go on listing prefixes without objects.
             folders[name] = attempt.step
-    manifests = manifests_by_step(root)
+    manifests = by_step(root.manifests.names())
     for step in set(folders.values()):
         for name in manifests.get(step, [])[:-1]:  # For which a compacted one stands.
             with contextlib.suppress(NotFoundError):

@@ -16,7 +16,6 @@ from asyncckpt.engine.load.shared_tensors import is_dense, orders_alone, shared_
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.mappings import MAPPINGS
 from asyncckpt.format.tree import (
     TENSOR,
     VALUE,
@@ -29,6 +28,7 @@ from asyncckpt.format.tree import (
     rebuild,
     unique_names,
 )
+from asyncckpt.format.values import MAPPINGS
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.table import ID_COLUMN, Column, TableCut, TableSchema
 from asyncckpt.model.table_shard import Shard

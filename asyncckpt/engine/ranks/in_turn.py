@@ -22,9 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncckpt.commit.claims import Claim, claims
+from asyncckpt.commit.attempt import Claim, Draft, claims
 from asyncckpt.commit.doubt import InDoubt, settle
-from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import cause_of

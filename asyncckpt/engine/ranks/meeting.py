@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from asyncckpt.coordination.pauses import Pauses
-from asyncckpt.coordination.store_line import LineBroken, StoreLine, default_store
+from asyncckpt.coordination.channel import Pauses
+from asyncckpt.coordination.rank_store import LineBroken, StoreLine, default_store
 from asyncckpt.errors import ConflictError, PeerError, warn
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.store_url import Place

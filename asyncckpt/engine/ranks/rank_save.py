@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import Draft, claims
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.doubt import is_committed_whole
-from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import StoreRoot, WriteRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.actions import Contradiction

@@ -18,10 +18,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.attempt import Draft
+from asyncckpt.commit.chain import newest_verified
 from asyncckpt.commit.root import StoreRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.commit.verified import newest_verified
 from asyncckpt.coordination.messages import Outcome
 from asyncckpt.engine.process.background import committer, run_on, workers
 from asyncckpt.engine.process.future import FutureState, as_checkpoint_error

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncckpt.commit.claims import Claim
-from asyncckpt.commit.proof import body_structure
+from asyncckpt.commit.attempt import Claim, body_structure
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Commits
 from asyncckpt.devices.host_copies import Pending

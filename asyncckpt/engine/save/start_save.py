@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncckpt.commit.claims import Claim, claims
+from asyncckpt.commit.attempt import Claim, claims
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.engine.process.background import Job, background, check_may_wait

@@ -27,8 +27,8 @@ import numpy as np
 
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, look_again
+from asyncckpt.commit.removal import unmark_upload
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.upload_marks import unmark_upload
 from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, SealedHead

@@ -1,7 +1,7 @@
 """The uploads of one Saver, one after the other, on a thread of their own behind its saves. Several ranks have one
 directory, so rank 0 uploads the files of all; the others see by its marks what is not uploaded yet.
 
-What is to be uploaded is known by its mark in the directory (commit/upload_marks.py), so nothing here has to survive:
+What is to be uploaded is known by its mark in the directory (commit/removal.py), so nothing here has to survive:
 the next Saver of the directory goes on. An upload that fails because the store is busy or cannot be reached is tried
 again for a while; then, or when it fails otherwise, it is left, and the error is told once: by
 `SaveFuture.wait_uploaded`, else by `wait_idle` or `close`. When a later one comes to its end, those that are left are
@@ -26,9 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncckpt.commit.discover import is_committed, shown_steps
+from asyncckpt.commit.removal import uploads_among
 from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot, check_store
-from asyncckpt.commit.upload_marks import uploads_among
-from asyncckpt.coordination.pauses import Pauses
+from asyncckpt.coordination.channel import Pauses
 from asyncckpt.engine.process.background import check_may_wait, uploaders
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.log import log_warning

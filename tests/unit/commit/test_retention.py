@@ -20,9 +20,9 @@ import asyncckpt
 from asyncckpt import KeepPolicy
 from asyncckpt.commit import removal, retention
 from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.removal import sweep
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.sweep import sweep
 from asyncckpt.errors import IOFailedError
 from asyncckpt.format.manifest import ParentFacts
 from asyncckpt.format.names import Mark

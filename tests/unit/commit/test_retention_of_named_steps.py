@@ -14,10 +14,10 @@ import asyncckpt
 from asyncckpt import KeepPolicy
 from asyncckpt.checkpoints import pin, prune, remove, remove_after
 from asyncckpt.commit import removal
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.removal import sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.sweep import sweep
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import load

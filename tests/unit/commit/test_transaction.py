@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit.claims import Claim
+from asyncckpt.commit.attempt import Claim, Draft
 from asyncckpt.commit.discover import is_committed, read_head
-from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background
@@ -27,18 +26,18 @@ from tests.chains.written import Written, write
 PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
-    "encode_manifest": {"commit/proof.py"},
+    "encode_manifest": {"commit/attempt.py"},
     # commit/root.py and cli/doctor.py try whether the store refuses a second one; storage/store_folder.py makes marks.
     "put_new": {
         "cli/doctor.py",
-        "commit/publication.py",
+        "commit/attempt.py",
         "commit/root.py",
         "engine/upload/upload_attempt.py",
         "storage/store_folder.py",
     },
     # The files of coordination, of the trial of a disk, and what is exported are no manifests.
     "publish": {
-        "commit/publication.py",
+        "commit/attempt.py",
         "commit/transaction.py",
         "coordination/session_files.py",
         "coordination/driver.py",

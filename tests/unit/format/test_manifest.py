@@ -19,7 +19,6 @@ from asyncckpt.format.manifest import (
     ParentFacts,
     SaveTimes,
     SealedHead,
-    manifest_digest,
 )
 from asyncckpt.format.names import (
     compacted_manifest_name,
@@ -27,7 +26,7 @@ from asyncckpt.format.names import (
     manifest_name,
     step_of_manifest,
 )
-from asyncckpt.format.read_head import decode_head
+from asyncckpt.format.read_head import decode_head, manifest_digest
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.write_manifest import encode_manifest, render_body, written_digest
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableFacts

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.coordination import pauses
+from asyncckpt.coordination import channel
 from asyncckpt.engine.ranks import meeting
 from asyncckpt.engine.ranks.meeting import ANSWER_S_MAX, MEETING_S
 from asyncckpt.errors import CheckpointError
@@ -201,7 +201,7 @@ def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
         patched.setattr(meeting, "StoreLine", Line)
         patched.setattr(meeting, "PAUSE_S_MAX", 1.0)
         patched.setattr(meeting, "time", clock)
-        patched.setattr(pauses, "time", clock)
+        patched.setattr(channel, "time", clock)
         patched.setattr(meeting, "import_module", lambda _: dist)
         patched.setattr(meeting, "default_store", lambda: None)
         patched.setattr(meeting, "rank_in_group", lambda: (world.own.rank, world.ranks_count))

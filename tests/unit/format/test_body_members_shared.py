@@ -10,10 +10,9 @@ import pytest
 import xxhash
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.body_features import features_of_sharing
+from asyncckpt.format.body_members import decode_sharing, encode_sharing, features_of_sharing
 from asyncckpt.format.names import manifest_name
 from asyncckpt.format.read_manifest import decode_manifest
-from asyncckpt.format.sharing import decode_sharing, encode_sharing
 from asyncckpt.format.strict_json import Fields
 from asyncckpt.format.tree import TENSOR
 from asyncckpt.format.write_manifest import encode_manifest, render_body

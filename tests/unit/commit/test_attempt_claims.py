@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import asyncckpt
-import asyncckpt.commit.claims as claims_module
-from asyncckpt.commit.claims import claims
+import asyncckpt.commit.attempt as claims_module
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.root import CheckpointRoot
 from tests.chains.model import layer_of
 from tests.chains.written import write

@@ -1,4 +1,4 @@
-"""asyncckpt/format/modules.py and module_facts.py: the member of a manifest, and what a reader refuses of it."""
+"""asyncckpt/format/body_members.py and module_facts.py: the member for modules, and what a reader refuses of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CorruptError
+from asyncckpt.format.body_members import encode_modules, must_be_known, with_modules
 from asyncckpt.format.module_facts import facts_of, metadata_of_facts
-from asyncckpt.format.modules import encode_modules, must_be_known, with_modules
 from asyncckpt.format.strict_json import Fields, loads
 from asyncckpt.format.tree import TENSOR, Node, decode_tree, encode_tree, mapping_node
 

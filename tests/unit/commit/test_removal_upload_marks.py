@@ -10,11 +10,10 @@ import torch
 import asyncckpt
 from asyncckpt.checkpoints import collect_garbage, prune, remove
 from asyncckpt.commit import transaction
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.removal import mark_upload, sweep, unmark_upload, uploads_among
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.sweep import sweep
-from asyncckpt.commit.upload_marks import mark_upload, unmark_upload, uploads_among
 from asyncckpt.format.names import Attempt, attempt_of_upload_mark, upload_mark_name
 from tests.unit.commit.test_retention import two_chains
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit import proof
+from asyncckpt.commit import attempt
 from asyncckpt.native.digest_rows import LEAF_BYTES
 
 DIM = 256
@@ -17,14 +17,14 @@ DIM = 256
 
 def test_tables_that_grow_by_leaves_keep_their_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
-    decode = proof.decode_manifest
+    decode = attempt.decode_manifest
 
     def noted(raw: bytes, name: str) -> Any:
         decoded.append(name)
         return decode(raw, name)
 
-    monkeypatch.setattr(proof, "decode_manifest", noted)
-    monkeypatch.setattr(proof, "_proven", {})
+    monkeypatch.setattr(attempt, "decode_manifest", noted)
+    monkeypatch.setattr(attempt, "_proven", {})
     rows = LEAF_BYTES // (4 * DIM)
     table = asyncckpt.HashTable("t", DIM, capacity=5 * rows)
     with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, tensors={"w": torch.ones(3)}) as saver:

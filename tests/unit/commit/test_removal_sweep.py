@@ -12,10 +12,10 @@ import pytest
 
 from asyncckpt import CorruptError, IOFailedError, Saver
 from asyncckpt.checkpoints import collect_garbage
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.removal import sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.sweep import sweep
 from asyncckpt.format.names import Attempt, Mark, pin_name, upload_mark_name
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
