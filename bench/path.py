@@ -39,7 +39,7 @@ from bench.report import make_console, print_table, write_json
 from bench.rounds import REPOSITORY, run_child, scratch_folder
 
 PACKAGE = Path(asyncckpt.__file__).parent
-GOALS = {"save": 30, "delta": 45, "ranks": 45, "load": 30, "chain": 40}
+GOALS = {"save": 34, "delta": 45, "ranks": 48, "load": 34, "chain": 44}
 WAIT_S = 60.0
 NOT_FUNCTIONS = {"<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"}
 CO_NEWLOCALS = 0x2  # Functions have it, bodies of classes do not.

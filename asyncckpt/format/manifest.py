@@ -36,9 +36,8 @@ from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_na
 from asyncckpt.format.strict_json import Fields, Json, loads, looks_like
 from asyncckpt.format.tree import Node
 from asyncckpt.format.values import holds_typed_mappings
-from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
+from asyncckpt.model.block import DIGEST_BYTES, LEAF_BYTES, BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
-from asyncckpt.native.digest_rows import DIGEST_BYTES, LEAF_BYTES
 
 FORMAT = "asyncckpt"
 VERSION = 1

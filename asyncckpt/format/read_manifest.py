@@ -37,10 +37,17 @@ from asyncckpt.format.manifest import (
 from asyncckpt.format.read_head import check_features, open_manifest, rank_fields
 from asyncckpt.format.strict_json import Fields
 from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves, object_paths, tensor_paths
-from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, PlacedBlock, TableFacts
+from asyncckpt.model.block import (
+    DIGEST_BYTES,
+    REMOVED_COLUMN,
+    BlockSpec,
+    EncodingStep,
+    PlacedBlock,
+    TableFacts,
+    leaves_count,
+)
 from asyncckpt.model.table import Role
 from asyncckpt.model.table_shard import is_shard
-from asyncckpt.native.digest_rows import DIGEST_BYTES, leaves_count
 
 _PAD_NAME = re.compile(r"#pad\.[0-9]+")
 _HEX = re.compile("[0-9a-f]+")

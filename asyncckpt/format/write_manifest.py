@@ -37,10 +37,9 @@ from asyncckpt.format.manifest import (
 )
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.tree import Node, encode_tree
-from asyncckpt.model.block import PlacedBlock, TableFacts
+from asyncckpt.model.block import PlacedBlock, TableFacts, leaves_count
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 from asyncckpt.native import row_begins
-from asyncckpt.native.digest_rows import leaves_count
 
 _HOLE = b"-" * 32
 # Quotes within strings have a backslash before them, so in a body this is found in blocks alone.

@@ -1,7 +1,8 @@
 """What one write block is, and where it is stored.
 
 A BlockSpec names a column of a table or a dense tensor, or a part of one: a range of its rows when it is too large for
-one block, a box of it when it is spread over ranks. A PlacedBlock says where in which shard file its bytes are.
+one block, a box of it when it is spread over ranks. A PlacedBlock says where in which shard file its bytes are. Its
+digest is made of those of its leaves: see "The digest" of docs/format.md.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ from asyncckpt.model.table import Role
 from asyncckpt.model.table_shard import Shard
 
 REMOVED_COLUMN = "#removed"
+LEAF_BYTES = 4 << 20
+DIGEST_BYTES = 16
 
 # What one step of an encoding did, as the manifest records it: {"kind": "cast", ...}.
 EncodingStep = Mapping[str, Any]
+
+
+def leaves_count(bytes: int) -> int:
+    """Return how many leaves of a block have digests of their own: 0 where all of it is one leaf."""
+    return -(-bytes // LEAF_BYTES) if bytes > LEAF_BYTES else 0
 
 
 @dataclass(frozen=True)

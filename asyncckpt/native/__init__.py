@@ -13,6 +13,7 @@ import os
 import sys
 
 from asyncckpt.errors import warn
+from asyncckpt.model.block import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.native.contract import (
     BFLOAT16,
     FLOAT16,
@@ -37,7 +38,7 @@ from asyncckpt.native.contract import (
     paged,
 )
 from asyncckpt.native.declarations import UnusableLibrary
-from asyncckpt.native.digest_rows import DIGEST_BYTES, LEAF_BYTES, row_begins
+from asyncckpt.native.digest_rows import row_begins
 from asyncckpt.native.library import NativeCore
 from asyncckpt.native.row_rules import Rule, new_values
 from asyncckpt.native.twin import TwinCore, memory_at

@@ -10,15 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from asyncckpt.model.block import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.native.contract import I64, U8, U64
-
-LEAF_BYTES = 4 << 20
-DIGEST_BYTES = 16
-
-
-def leaves_count(bytes: int) -> int:
-    """Return how many leaves of a block have digests of their own: 0 where all of it is one leaf."""
-    return -(-bytes // LEAF_BYTES) if bytes > LEAF_BYTES else 0
 
 
 def row_begins(bytes: Sequence[int] | I64 | U64) -> I64:

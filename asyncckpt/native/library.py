@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncckpt.model.block import DIGEST_BYTES, LEAF_BYTES, leaves_count
 from asyncckpt.native import contract
 from asyncckpt.native.contract import (
     I64,
@@ -47,7 +48,7 @@ from asyncckpt.native.declarations import (
     AcTorch,
     load_library,
 )
-from asyncckpt.native.digest_rows import DIGEST_BYTES, LEAF_BYTES, joined_rows, leaves_count
+from asyncckpt.native.digest_rows import joined_rows
 from asyncckpt.native.tensors import PLACE, Places, PythonCalls, TensorFacts, TorchCalls
 from asyncckpt.signals import uninterrupted
 

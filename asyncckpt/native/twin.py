@@ -16,6 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncckpt import system
+from asyncckpt.model.block import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.native.contract import (
     I64,
     PAGE_BYTES,
@@ -42,7 +43,6 @@ from asyncckpt.native.contract import (
     check_update,
     checked_row_columns,
 )
-from asyncckpt.native.digest_rows import DIGEST_BYTES, LEAF_BYTES
 from asyncckpt.native.tensors import Places, PythonCalls, TensorFacts, TorchCalls
 from asyncckpt.native.twin_id_map import TwinIdMap
 from asyncckpt.native.twin_update import update_rows

@@ -15,7 +15,7 @@ import asyncckpt
 from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
 from asyncckpt.formats import torch_file
-from asyncckpt.native.digest_rows import LEAF_BYTES
+from asyncckpt.model.block import LEAF_BYTES
 from tests.bad_input.crafted import Crafted, Document, block, encode
 
 ROWS, COLUMNS = 14_000, 200  # 800 bytes, which do not fit into a leaf without a rest; 11 MB.

@@ -10,7 +10,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.commit import attempt
-from asyncckpt.native.digest_rows import LEAF_BYTES
+from asyncckpt.model.block import LEAF_BYTES
 
 DIM = 256
 
