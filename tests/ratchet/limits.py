@@ -20,10 +20,10 @@ MODULES_OF_A_SAVE = 256  # Of the package, loaded by `import asyncckpt.saver` an
 DOORS = ("adapters", "cli", "dcp", "embcache", "formats", "integrations", "observe", "strategies", "testing")
 FIRST = "when this was first counted"
 BUDGET = {
-    "lines of the core": {FIRST: 48_257},
+    "lines of the core": {FIRST: 48_265},
     "lines of doors": {FIRST: 19_616},
     "lines of csrc": {FIRST: 15_161},
-    "lines of tests": {FIRST: 106_865},
+    "lines of tests": {FIRST: 106_873},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }
