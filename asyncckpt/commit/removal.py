@@ -24,7 +24,7 @@ the step stays; if it came later, who pins sees the mark, and says so. Who pins 
 may have pinned the step by it meanwhile. So may a crash.
 
 manifests/.u-<step>-<attempt>, made right before the rename that commits an attempt which goes to an object store, too;
-both are durable together. Whoever uploads the attempt removes it behind that. A crash before leaves it, and the next
+both are durable together. Whoever uploads the attempt removes it after that. A crash before leaves it, and the next
 writer goes on. Who names the step may remove it all the same.
 
 A sweep removes these two where the step or attempt is gone, temporary manifests, and attempt folders that no manifest

@@ -141,7 +141,7 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
 def _tell_missed(missed: Mapping[str, I64]) -> Mapping[str, tuple[int, ...]]:
     """Log by table the ids whose mark was missing, and return the first of each.
 
-    When the save has committed: one that is refused may have copied what was written, and marked, behind its call.
+    When the save has committed: one that is refused may have copied what was written, and marked, after its call.
     """
     for table, ids in missed.items():
         log_warning(
