@@ -32,13 +32,13 @@ from typing import Any
 from asyncckpt.adapters.named_parts import named_parts
 from asyncckpt.arguments import check_seconds, check_type
 from asyncckpt.commit.discover import committed_steps
+from asyncckpt.engine.features.go_back import choose_step, go_back, store_of
 from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks import steps_together
 from asyncckpt.engine.ranks.open_directory import look_for_all, which_of_all
 from asyncckpt.engine.ranks.steps_together import StepsTogether
-from asyncckpt.engine.save.go_back import choose_step, go_back
 from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.loader import load_now
@@ -122,10 +122,10 @@ class Checkpointer:
             with self._termination.waiting(steps_together.ASKED_S_MAX):
                 look_for_all(path, None if "shard_num" in options else ranks)
                 self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
-            self._together = StepsTogether(self._saver._target.ranks, self._termination)
+            self._together = StepsTogether(self._saver._ranks, self._termination)
             try:
                 # A rank that is not made fails the first restore of the others.
-                with StepsTogether(self._saver._target.ranks, self._termination).restoring():
+                with StepsTogether(self._saver._ranks, self._termination).restoring():
                     check_every("every", every, every_seconds)
                     self._periodic = PeriodicSaver(
                         self._saver, every_steps=every, every_seconds=every_seconds, on_error=on_error
@@ -176,8 +176,8 @@ class Checkpointer:
             check_type("discard_newer", discard_newer, bool)
             self._periodic.drain()
             self._saver._wait_in_flight(SAVE_DEADLINE_S)
-            target = self._saver._target
-            chosen = self._together.decided(lambda: choose_step(target, step, discard_newer=discard_newer))
+            target, uploads = self._saver._target, self._saver._uploads
+            chosen = self._together.decided(lambda: choose_step(target, uploads, step, discard_newer=discard_newer))
             if chosen is not None:
                 assert isinstance(chosen, list)
                 step, url = chosen
@@ -286,7 +286,7 @@ class Checkpointer:
                     warn(f"asyncckpt: step {step} of {self.path!r} is damaged; {back}", RuntimeWarning)
             raise
         if discard_newer:
-            self._together.all_done(lambda: go_back(self._saver._target, step))
+            self._together.all_done(lambda: go_back(self._saver._target, self._saver._uploads, step))
         self._report, self._last_step = report, step
         if report.metadata.get(HALF_WAY):
             by = report.metadata.get(INTERRUPTED, "the end of the program")
@@ -317,7 +317,7 @@ class Checkpointer:
             steps = committed_steps(root.in_calls)
             if steps and steps[-1] >= step and root.look_anew():
                 steps = committed_steps(root.in_calls)
-            there = None if steps else self._saver._target.uploads.there()
+            there = None if steps else store_of(self._saver._uploads)
             if there is not None:  # Its disk may have been lost.
                 where = str(there.path)
                 with suppress(IOFailedError):

@@ -28,10 +28,10 @@ from typing import Any, Literal
 
 from asyncckpt.arguments import check_int, check_seconds, check_timeout, check_type
 from asyncckpt.commit.discover import is_committed
+from asyncckpt.engine.features.step_watch import StepWatch
 from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.save.start_save import encode_metadata
-from asyncckpt.engine.save.step_watch import StepWatch
 from asyncckpt.errors import CheckpointError, IOFailedError, SaveCancelledError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
@@ -90,7 +90,7 @@ class PeriodicSaver:
                 found=f"{saver.ranks_count} ranks",
                 hint="count steps instead",
             )
-        ranks = saver._target.ranks
+        ranks = saver._ranks
         if ranks is not None and ranks.in_turn:
             raise UsageError("ranks in turn save by `save` and `save_async`: a periodic one cannot wait for the others")
         self._saver = saver

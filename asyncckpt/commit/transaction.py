@@ -63,7 +63,7 @@ from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, Indet
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 from asyncckpt.format.write_manifest import written_digest
-from asyncckpt.model.event import NOT_RECORDED, Recorder
+from asyncckpt.model.event import Recorder
 from asyncckpt.options import KeepPolicy
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import OwnerLock
@@ -78,7 +78,7 @@ T = TypeVar("T")
 class Uploader(Protocol):
     """Copies what is committed somewhere else."""
 
-    def committed(self, attempt: Attempt) -> None:
+    def upload(self, attempt: Attempt) -> None:
         """Take note that there is an attempt to copy. Never raises, and does not wait."""
         ...
 
@@ -175,18 +175,20 @@ class Transaction:
 
     @staticmethod
     def begin(
-        commits: Commits, claim: Claim, recorder: Recorder = NOT_RECORDED, *, goes_on: bool = False
+        commits: Commits, claim: Claim, recorder: Recorder | None = None, *, goes_on: bool = False
     ) -> Transaction:
         """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`. ConflictError."""
-        with recorder.span("begin"):
-            commits.root.check_in_place(_done(claim))
-            if commits.in_doubt:
-                if claim.kind == "save":
-                    forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
-                settle(commits.in_doubt)
+        begun = time.perf_counter()
+        commits.root.check_in_place(_done(claim))
+        if commits.in_doubt:
             if claim.kind == "save":
-                commits.sweep()
-            made = begin_attempt(commits.root, claim, goes_on=goes_on, durable=commits.durable)
+                forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
+            settle(commits.in_doubt)
+        if claim.kind == "save":
+            commits.sweep()
+        made = begin_attempt(commits.root, claim, goes_on=goes_on, durable=commits.durable)
+        if recorder is not None:
+            recorder.note("begin", begun)
         return Transaction(commits, claim, *made)
 
     def head(self, **facts: Any) -> ManifestHead:
@@ -201,25 +203,22 @@ class Transaction:
         }
         return ManifestHead(step=self.attempt.step, attempt=self.attempt.id, **(usual | facts))
 
-    async def commit(self, draft: Draft, recorder: Recorder = NOT_RECORDED) -> Published:
+    async def commit(self, draft: Draft, recorder: Recorder | None = None) -> Published:
         """Prove and publish. Runs in any loop; blocking calls run on the commit threads.
 
         ConflictError, CorruptError, IOFailedError, UsageError, of a compaction also NotFoundError, when nothing was
         published; InDoubt.
         """
-        with recorder.span("commit"):
-            return await self._commit(draft, recorder)
-
-    async def _commit(self, draft: Draft, recorder: Recorder) -> Published:
+        begun = time.perf_counter()
         assert self._state == "begun"
         self._state = "committing"
         head = draft.head
         self._claim.parents[:] = [parent.step for parent in head.parents[:1]]
         try:
             # As few handovers as can be: beside a busy trainer, each one waits for the interpreter.
-            raw = await self._on_thread(recorder.timed("prove", self._prepare), draft)
+            raw = await self._on_thread(self._prepare, draft, recorder)
             await self._publication.write(raw, self._commits.threads)
-            await self._on_thread(recorder.timed("publish", self._publish), head)
+            await self._on_thread(self._publish, head, recorder)
         except BaseException as error:
             if isinstance(error, InDoubt):
                 self._state = "in doubt"
@@ -233,6 +232,8 @@ class Transaction:
             raise
         finally:
             self.place.close()
+            if recorder is not None:
+                recorder.note("commit", begun)
         sealed = self._committed(head, raw)
         parent = ParentFacts(step=head.step, attempt=head.attempt, digest=sealed.digest)
         return Published(parent=parent, manifest_bytes=len(raw))
@@ -243,7 +244,7 @@ class Transaction:
         sealed = SealedHead(head=head, digest=written_digest(raw))
         self._commits.heads.add(sealed)
         if self._commits.uploader is not None:
-            self._commits.uploader.committed(self.attempt)
+            self._commits.uploader.upload(self.attempt)
         return sealed
 
     def close(self) -> None:
@@ -271,13 +272,17 @@ class Transaction:
     async def _on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._commits.threads, function, *arguments)
 
-    def _prepare(self, draft: Draft) -> bytearray:
+    def _prepare(self, draft: Draft, recorder: Recorder | None) -> bytearray:
         """Return the bytes of the manifest, proven."""
+        begun = time.perf_counter()
         raw = encode_proven(draft)
         self._publication.prepare()
+        if recorder is not None:
+            recorder.note("prove", begun)
         return raw
 
-    def _publish(self, head: ManifestHead) -> None:
+    def _publish(self, head: ManifestHead, recorder: Recorder | None) -> None:
+        begun = time.perf_counter()
         self._publication.settle()
         self._root.check_in_place(self._what)
         self._check_others(head)
@@ -285,6 +290,8 @@ class Transaction:
             mark_upload(self._root, self.attempt)
         self._give_name(head.file_name)
         self._make_durable(head)
+        if recorder is not None:
+            recorder.note("publish", begun)
 
     def _abandon(self) -> None:
         """Remove what the attempt left, as far as that works; what stays is unreferenced and swept later."""

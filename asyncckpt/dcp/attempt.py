@@ -28,9 +28,8 @@ from asyncckpt.commit.attempt import Draft, claims
 from asyncckpt.commit.chain import newest_verified
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background
-from asyncckpt.engine.process.held_directory import commits_of, start_retention
+from asyncckpt.engine.process.held_directory import commits_of, open_alone, start_retention
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.engine.ranks.open_directory import open_alone
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.store_url import Place
 from asyncckpt.options import BusyPolicy, SaveOptions

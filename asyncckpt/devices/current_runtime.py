@@ -4,36 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
-import numpy as np
 import torch
 
 from asyncckpt.devices.contract import Runtime
 from asyncckpt.devices.cuda_runtime import CudaRuntime
 from asyncckpt.errors import UsageError
+from asyncckpt.model.torch_use import check_not_traced, instead, uses_devices
 
 _cuda = CudaRuntime()
-_instead: list[Runtime] = []
-_MEMORY = np.zeros(1, dtype=np.uint8)
-_ADDRESS = _MEMORY.ctypes.data
 
 
 def runtime() -> Runtime | None:
     """Return the runtime whose devices may hold tensors; None while this process uses no device."""
-    if _instead:
-        return _instead[-1]
-    # A tensor can be on a device only in a process that has started CUDA.
-    return _cuda if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    if not uses_devices():
+        return None
+    return cast(Runtime, instead[-1]) if instead else _cuda
 
 
 @contextmanager
 def use(other: Runtime) -> Iterator[None]:
     """Replace the runtime of this process, for tests."""
-    _instead.append(other)
+    instead.append(other)
     try:
         yield
     finally:
-        _instead.remove(other)
+        instead.remove(other)
 
 
 def device_of(tensor: torch.Tensor) -> int | None:
@@ -73,14 +70,4 @@ def check_not_capturing(what: str) -> None:
     found = runtime()
     if found is not None and found.is_capturing():
         raise UsageError(f"{what} was called while a graph is being captured", hint="call it between replays")
-    if not _takes_memory():
-        raise UsageError(f"{what} was called in a function that torch traces or transforms", hint="call it outside")
-
-
-def _takes_memory() -> bool:
-    """Return whether torch's tensors are over the memory that they are given: where it traces they are copies of it."""
-    made = torch.from_numpy(_MEMORY)
-    try:
-        return type(made) is torch.Tensor and made.data_ptr() == _ADDRESS
-    except RuntimeError:  # It has none: torch.func.grad.
-        return False
+    check_not_traced(what)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -123,6 +124,12 @@ class Pending:
             runtime = item.batch.runtime
             # A stream may wait for an event of another device.
             runtime.hold_back(runtime.current_stream(item.batch.device) if stream is None else stream, item.step_fence)
+
+    def end(self) -> None:
+        """Copy no more for steps, and wait for the rest. Whoever waits for the snapshot gets the errors."""
+        with suppress(Exception):
+            self.steps.drop()
+            self.settle()
 
     def settle(self) -> None:
         """Wait until all is on the host, for all devices even if one fails. Raises DeviceError, DeadlineError, and

@@ -24,9 +24,8 @@ from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, write_blocks
 from asyncckpt.engine.load.verify import verify_new
 from asyncckpt.engine.process.background import background, senders
 from asyncckpt.engine.process.future import as_checkpoint_error
-from asyncckpt.engine.process.held_directory import commits_of
+from asyncckpt.engine.process.held_directory import commits_of, open_alone
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.engine.ranks.open_directory import open_alone
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.manifest import RankPart
 from asyncckpt.format.names import Attempt, attempt_of_directory

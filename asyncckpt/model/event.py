@@ -2,9 +2,9 @@
 
     thread of the caller   call        training waits; in it: lock (for another save or load), cut (take the state
                                        apart, choose the kind, plan), capture (copy into the arena)
-    asyncckpt-worker       devices     wait for copies from devices
-                           write       all shard files of this rank; in it: filter, rows (which a delta holds), and
-                                       drain (of the arena), or fill (of a chunk buffer) and sync
+    asyncckpt-worker       devices     wait for copies from devices, where there are any
+                           write       all shard files of this rank; in it: filter, rows (which are chosen, where some
+                                       are), and drain (of the arena), or fill (of a chunk buffer) and sync
     asyncckpt-writer       chunk       one chunk buffer is written, while the other one is filled
     asyncckpt-commit       begin       sweep leftovers, make the attempt's folder
                            prove, publish
@@ -20,17 +20,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal
 
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.store_url import Place
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 EventName = Literal[
     "call", "lock", "cut", "capture", "devices", "begin", "filter", "rows", "drain", "fill", "chunk", "sync", "write",
@@ -71,57 +66,30 @@ def unix_time(begun: float) -> float:
 class Recorder:
     """Notes the spans of one save, and hands them on as events once `flow` was called.
 
-    put: takes an event, and neither blocks nor raises; None where nobody listens.
+    put: takes an event, and neither blocks nor raises.
     """
 
-    def __init__(self, put: Callable[[Event], object] | None, path: Place, *, rank: int = 0) -> None:
-        self.step: int | None = None
+    def __init__(self, put: Callable[[Event], object], path: Place, *, step: int, rank: int = 0) -> None:
+        self.step = step
         self._put, self._path, self._rank = put, path, rank
         self._held: list[tuple[EventName, float, float]] | None = []
-        self._caller = threading.current_thread() if put is not None else None
+        self._caller = threading.current_thread()
 
-    @contextmanager
-    def span(self, name: EventName) -> Iterator[None]:
-        """Note how long the block takes, also when it raises."""
-        if self._put is None:
-            yield
-            return
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.note(name, begun)
-
-    def note(self, name: EventName, begun: float) -> None:
-        """Note a span that ends now, on this thread."""
-        if self._put is None:
-            return
-        ended = time.perf_counter()
+    def note(self, name: EventName, begun: float, ended: float | None = None) -> None:
+        """Note a span on this thread that ends now, or has."""
+        ended = time.perf_counter() if ended is None else ended
         if self._held is None:
             self._hand_on(threading.current_thread(), name, begun, ended)
         else:
             self._held.append((name, begun, ended))
 
-    def timed(self, name: EventName, function: Callable[P, T]) -> Callable[P, T]:
-        """Return a function that does the same and notes how long it took, on whichever thread it is called."""
-        if self._put is None:
-            return function
-
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with self.span(name):
-                return function(*args, **kwargs)
-
-        return call
-
     def flow(self) -> None:
         """Hand on what the call has noted, and from now on everything at once."""
         held, self._held = self._held, None
         for name, begun, ended in held or ():
-            assert self._caller is not None
             self._hand_on(self._caller, name, begun, ended)
 
     def _hand_on(self, thread: threading.Thread, name: EventName, begun: float, ended: float) -> None:
-        assert self._put is not None
         self._put(
             Event(
                 name=name,
@@ -135,6 +103,3 @@ class Recorder:
                 thread_id=thread.native_id or 0,
             )
         )
-
-
-NOT_RECORDED = Recorder(None, Path())

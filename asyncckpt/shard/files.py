@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,7 +25,6 @@ from asyncckpt import system
 from asyncckpt.errors import CheckpointError, SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt, shard_path
-from asyncckpt.model.event import NOT_RECORDED, Recorder
 from asyncckpt.native import PAGE_BYTES, U8, CancelledDrain, DrainOptions, FileImage, Progress, core, paged
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan, ImagePlan
@@ -32,6 +33,9 @@ from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
 from asyncckpt.storage.store_folder import StoreFolder
 from asyncckpt.storage.written_chunks import WrittenChunks, reopen_file
+
+if TYPE_CHECKING:
+    from asyncckpt.model.event import EventName, Recorder
 
 DIGEST_THREADS_MAX = 4  # Beside a trainer on all cores: so many are as fast as the memory of most machines.
 
@@ -47,7 +51,7 @@ class ShardTarget:
     attempt: Attempt
     options: SaveOptions
     progress: Progress
-    recorder: Recorder = NOT_RECORDED
+    recorder: Recorder | None = None
     written: WrittenChunks | None = None
     sender: Executor | None = None
 
@@ -60,6 +64,11 @@ class ShardTarget:
         uninterrupted.look()
         if self.progress.cancelled:
             raise SaveCancelledError(f"save of step {self.attempt.step} was cancelled")
+
+    def note(self, name: EventName, begun: float) -> None:
+        """Note a span that ends now, where somebody listens."""
+        if self.recorder is not None:
+            self.recorder.note(name, begun)
 
     def facts(self, file: FilePlan, header: bytes) -> FileFacts:
         """Return what the manifest says of a file."""
@@ -93,20 +102,23 @@ class ShardTarget:
 
     def write(self, shard: OpenShard | SentShard, address: int, size: int, *, offset: int) -> None:
         """Write bytes of a file, and note them."""
+        writing = time.perf_counter()
         shard.write(address, size, offset=offset)
         if self.written is not None:
             self.written.note(self._on_disk, shard.name, address, offset=offset, bytes=size)
+        self.note("chunk", writing)
 
     def end_file(self, shard: OpenShard | SentShard, *, bytes: int) -> None:
         """Make a file of this length durable."""
+        syncing = time.perf_counter()
         if isinstance(shard, SentShard):
-            with self.recorder.span("sync"):
-                shard.end(bytes=bytes)
-            return
-        os.ftruncate(shard.fd, bytes)
-        if self.options.durability == "fsync":
-            with self.recorder.span("sync"):
-                system.fsync(shard.fd)
+            shard.end(bytes=bytes)
+        else:
+            os.ftruncate(shard.fd, bytes)
+            if self.options.durability != "fsync":
+                return
+            system.fsync(shard.fd)
+        self.note("sync", syncing)
 
     @property
     def _on_disk(self) -> Directory:
@@ -205,10 +217,11 @@ def drain_images(
     places = np.concatenate([plan.offsets + (address + base) for plan, base in images])
     lengths = np.concatenate([plan.lengths for plan, _ in images])
     spans = np.ascontiguousarray(np.stack([places, lengths], axis=1).astype(np.uint64))
+    draining = time.perf_counter()
     if isinstance(target.folder, StoreFolder):
-        with target.recorder.span("drain"):
-            digests = core.digest(spans, leaves=True)
-            _send_all(target.folder, files, extents, target)
+        digests = core.digest(spans, leaves=True)
+        _send_all(target.folder, files, extents, target)
+        target.note("drain", draining)
         return tuple(facts), digests
     with ShardFiles(target, files) as shards:
         writes = [
@@ -216,8 +229,8 @@ def drain_images(
             for shard, pieces in zip(shards, extents, strict=True)
             if isinstance(shard, OpenShard)
         ]
-        with target.recorder.span("drain"):
-            digests = core.drain(writes, spans, drain_options(target.options, len(writes)), target.progress)
+        digests = core.drain(writes, spans, drain_options(target.options, len(writes)), target.progress)
+        target.note("drain", draining)
     return tuple(facts), digests
 
 

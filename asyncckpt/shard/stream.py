@@ -16,6 +16,7 @@ Digests are taken from the chunk, never from the source, so they always fit the 
 from __future__ import annotations
 
 import itertools
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -68,13 +69,13 @@ def write_chunks(
             try:
                 for chunk, address in zip(chunks_of(number, header), itertools.cycle(buffers), strict=False):
                     target.check_not_cancelled()
-                    with target.recorder.span("fill"):
-                        chunk.fill(address)
+                    filling = time.perf_counter()
+                    chunk.fill(address)
+                    target.note("fill", filling)
                     if running:
                         running.pop().result()
                     if not chunk.is_written:
-                        write = target.recorder.timed("chunk", target.write)
-                        running.append(writer.submit(write, shard, address, chunk.bytes, offset=chunk.offset))
+                        running.append(writer.submit(target.write, shard, address, chunk.bytes, offset=chunk.offset))
                     target.progress.advance(chunk.bytes)
             finally:  # Nobody else may use the buffers while one is written.
                 if running:

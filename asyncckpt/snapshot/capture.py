@@ -21,13 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.devices.watches import Watch
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
@@ -40,11 +39,59 @@ from asyncckpt.plan.leaf_facts import LeafFacts, changed, read_places, without_m
 from asyncckpt.plan.leaf_memory import LeafMemory, check_extent
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState, still
-from asyncckpt.snapshot.overlay import Overlay
-from asyncckpt.snapshot.table_capture import TableCapture
+
+if TYPE_CHECKING:
+    from asyncckpt.devices.host_copies import DeviceCopies
+    from asyncckpt.devices.step_copies import StepCopies
+    from asyncckpt.snapshot.overlay import Overlay
+    from asyncckpt.snapshot.table_capture import TableCapture
 
 Segments = NDArray[np.uint64]
 NO_SEGMENTS: Segments = np.empty((0, 3), dtype=np.uint64)
+
+
+class Copies(Protocol):
+    """The copies of one save: of the host at once (CopiesOnHost), or with devices (devices/host_copies.py).
+
+    steps: what the host copies after the call; None: nothing.
+    """
+
+    @property
+    def steps(self) -> StepCopies | None: ...
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the device from which a tensor is copied; None: the host reads it."""
+        ...
+
+    def can_compare(self, device: int) -> bool:
+        """Return whether a device can compare rows."""
+        ...
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy the values of any tensor to a contiguous one on the host, now or with the other copies."""
+        ...
+
+    def on(self, device: int) -> DeviceCopies:
+        """Return the copies of a device, to add to them."""
+        ...
+
+
+class CopiesOnHost:
+    """Those of a process that uses no devices."""
+
+    steps = None
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        return None
+
+    def can_compare(self, device: int) -> bool:
+        return False
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def on(self, device: int) -> DeviceCopies:
+        raise AssertionError("this process uses no devices")
 
 
 def capture(
@@ -53,7 +100,7 @@ def capture(
     cuts: Sequence[CutTable],
     *,
     image: U8,
-    copies: HostCopies,
+    copies: Copies,
     tables: Sequence[TableCapture] = (),
 ) -> None:
     """Fill `image`, the bytes of the arena that the plan has, with all blocks, and the regions of `tables`.
@@ -63,7 +110,7 @@ def capture(
     memory = torch.from_numpy(image)
     if (plan.ways.way[plan.pieces.tensor] == BY_TORCH).any():
         put_by_torch(plan.pieces, look_at(plan, flat.now), copies, memory)
-    segments = [table.segments(copies) for table in tables]
+    segments = [table.segments() for table in tables]
     for number, (index, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[index], column, number, copies, image))
     caches = [_cache_copy(item.cache, cuts[item.table].cut, copies, image) for item in plan.deferred.tables]
@@ -72,8 +119,9 @@ def capture(
     segments.append(list_pieces(plan.pieces, live, copies, memory))
     core.copy(np.ascontiguousarray(np.concatenate(segments)))
     for table in tables:
-        table.gather(copies)
-    _lay_over(plan, cuts, image, copies)
+        table.gather()
+    if plan.columns:
+        _lay_over(plan, cuts, image, copies)
     for item, (cache, _) in zip(plan.deferred.tables, caches, strict=True):
         cut = cuts[item.table].cut
         assert can_be_deferred(cut)
@@ -104,9 +152,7 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
     return torch.from_numpy(raw).view(dtype).reshape(spec.shape)
 
 
-def _column_segments(
-    plan: SavePlan, item: CutTable, column: str, number: int, copies: HostCopies, image: U8
-) -> Segments:
+def _column_segments(plan: SavePlan, item: CutTable, column: str, number: int, copies: Copies, image: U8) -> Segments:
     """Return what the host copies of a column of a table; the segments of a device are added to its copies."""
     spec = plan.image.blocks[number].spec
     tensor = item.cut.column(column)
@@ -127,7 +173,9 @@ def _column_segments(
     return NO_SEGMENTS
 
 
-def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8, copies: HostCopies) -> None:
+def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8, copies: Copies) -> None:
+    from asyncckpt.snapshot.overlay import Overlay  # Which many states do not need.
+
     overlays: dict[int, Overlay | None] = {}
     for number, (table, column) in plan.columns.items():
         if table not in overlays:
@@ -138,7 +186,7 @@ def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8, copies: HostC
             overlay.lay_over(column, block_tensor(plan, number, image), copies, begin=begin)
 
 
-def _cache_copy(area: CacheArea, cut: TableCut, copies: HostCopies, image: U8) -> tuple[CacheCopy, Segments]:
+def _cache_copy(area: CacheArea, cut: TableCut, copies: Copies, image: U8) -> tuple[CacheCopy, Segments]:
     """Return the places of a cache level's arrays in the arena, and what one native copy brings there.
 
     What is on a device is added to its copies.
@@ -226,7 +274,7 @@ def look(
     return LiveTensors(tensors=seen, ways=ways, begins=begins, storages=storages, name=name)
 
 
-def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, memory: torch.Tensor) -> U64:
+def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: Copies, memory: torch.Tensor) -> U64:
     """Return (source, target, bytes) of what the host has to copy now, by address, to places in `memory`, uint8.
 
     What devices have to copy goes to `copies`.
@@ -236,14 +284,16 @@ def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, mem
     segments[:, 0] = begins + pieces.source_offset.astype(np.uint64)
     segments[:, 1] = pieces.place.astype(np.uint64) + np.uint64(memory.data_ptr())
     segments[:, 2] = pieces.bytes.astype(np.uint64)
-    stepped = _add_stepped(pieces, live, copies, segments)
+    stepped = np.zeros(len(segments), dtype=np.bool_)
+    if copies.steps is not None:
+        stepped = _add_stepped(pieces, live, copies.steps, segments)
     for device in sorted(set(ways[ways >= 0].tolist())):
         copies.on(device).add(segments[(ways == device) & ~stepped], live.storages)
         copies.on(device).add(segments[(ways == device) & stepped], live.storages, stepped=True)
     return np.ascontiguousarray(segments[(ways == BY_HOST) & (pieces.bytes > 0) & ~stepped])
 
 
-def put_by_torch(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, memory: torch.Tensor) -> None:
+def put_by_torch(pieces: TensorPieces, live: LiveTensors, copies: Copies, memory: torch.Tensor) -> None:
     """Copy what torch has to copy, on the host here and now: apart from the others, for torch gives up the lock."""
     by_torch = np.flatnonzero(live.ways.way[pieces.tensor] == BY_TORCH).tolist()
     rows = [pieces.rows(number, live.tensors) for number in by_torch]
@@ -252,12 +302,14 @@ def put_by_torch(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, me
         copies.put(place, tensor)
 
 
-def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, segments: U64) -> NDArray[np.bool_]:
+def _add_stepped(pieces: TensorPieces, live: LiveTensors, steps: StepCopies, segments: U64) -> NDArray[np.bool_]:
     """Let steps of optimizers wait for what only they change; return which pieces that are, bool [n].
 
     Those on the host are copied behind the call.
     """
-    memory, tensors = copies.steps.memory, pieces.tensor
+    from asyncckpt.devices.watches import Watch  # Only Savers that are given optimizers need it.
+
+    memory, tensors = steps.memory, pieces.tensor
     found = memory.find(live.begins[tensors], live.ways.bytes[tensors])
     stepped: NDArray[np.bool_] = (found >= 0) & (pieces.bytes > 0)
     for owner in sorted(set(memory.owners[found[stepped]].tolist())):
@@ -275,7 +327,7 @@ def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, se
             stepped[own] = False
             continue
         by_host = live.ways.way[tensors[own]] == BY_HOST
-        copies.steps.add(owner, watch, segments[own[by_host]], of[by_host])
+        steps.add(owner, watch, segments[own[by_host]], of[by_host])
     return stepped
 
 

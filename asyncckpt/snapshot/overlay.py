@@ -17,6 +17,7 @@ from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.model.row_runs import positions, window
 from asyncckpt.model.table import OverlaidCut, TableCut, is_overlaid
 from asyncckpt.native import I64
+from asyncckpt.snapshot.capture import Copies
 from asyncckpt.snapshot.table_capture import lay_rows
 
 
@@ -47,7 +48,7 @@ class Overlay:
         return self.positions[inside] - begin, self.cache_rows[inside]
 
     def lay_over(
-        self, column: str, target: torch.Tensor, copies: HostCopies, *, begin: int, is_filled: bool = False
+        self, column: str, target: torch.Tensor, copies: Copies, *, begin: int, is_filled: bool = False
     ) -> None:
         """Put the cached rows over target, contiguous `[n, *row_shape]` on the CPU: rows [begin, begin + n).
 

@@ -21,17 +21,12 @@ are many (devices/step_copies.py). Ids and metadata change in forward, too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices.copies import DeviceFingerprints
-from asyncckpt.devices.current_runtime import device_of
-from asyncckpt.devices.fetch import to_host
-from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.devices.step_copies import Chunk, chunks_of, row_chunks
-from asyncckpt.devices.watches import Watch
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.row_places import RowPlaces, TableContents
 from asyncckpt.model.table import (
@@ -44,9 +39,16 @@ from asyncckpt.model.table import (
     tracks_ids,
     tracks_rows,
 )
+from asyncckpt.model.torch_use import uses_devices
 from asyncckpt.native import I64, U8, U64, core
 from asyncckpt.plan.regions import CapturedTable, TableRegion, TableRows
 from asyncckpt.plan.save_plan import CutTable
+from asyncckpt.snapshot.capture import Copies
+
+if TYPE_CHECKING:  # Where all is on the host, nothing of it is needed.
+    from asyncckpt.devices.copies import DeviceFingerprints
+    from asyncckpt.devices.step_copies import Chunk
+    from asyncckpt.devices.watches import Watch
 
 # Where copying by index and a plain copy take the same time, for rows of at least WIDE_ROW_BYTES; narrower ones take as
 # long by index and less in a plain copy. Measured: bench/results/2026-11-21-rows.txt, by `python -m bench.rows`.
@@ -85,9 +87,10 @@ class TableCapture:
         *,
         held: TableContents | None,
         image: U8,
+        copies: Copies,
         compare: bool = False,
     ) -> None:
-        self._item, self._region, self._chosen = item, region, chosen
+        self._item, self._region, self._chosen, self._copies = item, region, chosen, copies
         self._address, self._image = int(image.ctypes.data), image
         cut = item.cut
         self.version: CutVersion | None = cut.version if tracks_rows(cut) else None
@@ -112,7 +115,7 @@ class TableCapture:
 
     def _is_plain(self, name: str, row_bytes: int) -> bool:
         rows = self._id_rows if name == ID_COLUMN else self._rows
-        share_max = by_index_share_max(row_bytes, on_device=device_of(self._columns[name]) is not None)
+        share_max = by_index_share_max(row_bytes, on_device=self._copies.device_of(self._columns[name]) is not None)
         return rows is None or len(rows) > share_max * self._item.cut.rows_count
 
     @property
@@ -141,25 +144,34 @@ class TableCapture:
             copied_count=copied_count,
         )
 
-    def segments(self, copies: HostCopies) -> U64:
+    @property
+    def contents(self) -> TableContents | None:
+        """What a later save can bring up to date; None: nothing."""
+        if self.places is None or (self.version is None and not self.fingerprints):
+            return None
+        return TableContents(version=self.version, places=self.places, fingerprints=self.fingerprints)
+
+    def segments(self) -> U64:
         """Return (source, target, bytes) of runs of columns that are copied plainly; devices' ones go to `copies`."""
         cut = self._item.cut
         runs = cut.runs[cut.runs[:, 0] < cut.rows_count]
         begins = runs[:, 0]
         counts = np.minimum(runs[:, 1], cut.rows_count) - begins
-        self._later = self._find_later(copies)
+        self._later = self._find_later()
         found = [np.empty((0, 3), dtype=np.uint64)]
         compared: dict[int, list[str]] = {}
         for name, column in self._region.columns.items():
             if name not in self._plain:
                 continue
             storage, target = self._columns[name], self._address + column.offset
-            device = copies.device_of(storage)
-            if device is not None and self._compare and copies.can_compare(device):
+            device = self._copies.device_of(storage)
+            if device is not None and self._compare and self._copies.can_compare(device):
                 compared.setdefault(device, []).append(name)
                 continue
             if device is not None:
-                copies.on(device).add(_pieces(storage.data_ptr(), target, cut.rows_count * column.row_bytes), storage)
+                self._copies.on(device).add(
+                    _pieces(storage.data_ptr(), target, cut.rows_count * column.row_bytes), storage
+                )
                 continue
             segments = np.empty((len(runs), 3), dtype=np.uint64)
             segments[:, 0] = storage.data_ptr() + begins * column.row_bytes
@@ -170,41 +182,45 @@ class TableCapture:
             else:
                 found.append(segments)
         for device, names in compared.items():
-            self._add_compared(device, names, copies)
+            self._add_compared(device, names)
         return np.concatenate(found)
 
-    def _add_compared(self, device: int, names: Sequence[str], copies: HostCopies) -> None:
+    def _add_compared(self, device: int, names: Sequence[str]) -> None:
         """Copy the rows of columns on a device that differ from those in the arena."""
         columns = [self._column(name, self._columns[name]) for name in names]
         rows = np.array([(source.data_ptr(), target, size) for source, target, size in columns], dtype=np.uint64)
-        now = self.fingerprints[device] = DeviceFingerprints(tuple(names), self._item.cut.rows_count)
-        copies.on(device).add_changed_rows(rows, self._fingerprints_before.get(device), now, columns)
+        from asyncckpt.devices.copies import DeviceFingerprints
 
-    def gather(self, copies: HostCopies) -> None:
+        now = self.fingerprints[device] = DeviceFingerprints(tuple(names), self._item.cut.rows_count)
+        self._copies.on(device).add_changed_rows(rows, self._fingerprints_before.get(device), now, columns)
+
+    def gather(self) -> None:
         """Copy what is copied by index; after the plain copy. Rows on devices go to `copies`."""
         cut = self._item.cut
         plain = [name for name in self._columns if name in self._plain]
         by_index = [name for name in self._columns if name not in self._plain]
         if plain:
             assert self.places is not None
-            self._copy(plain, self.places.tails, self.places.holes, copies)
+            self._copy(plain, self.places.tails, self.places.holes)
         apart = [ID_COLUMN] if self._id_rows is not self._rows and ID_COLUMN in by_index else []
         for names, rows in ((apart, self._id_rows), ([name for name in by_index if name not in apart], self._rows)):
             if names:
                 assert rows is not None
-                self._copy(names, rows, self._targets(rows), copies)
+                self._copy(names, rows, self._targets(rows))
         if is_overlaid(cut):
-            self._lay_over(cut, plain, None, copies)
-            self._lay_over(cut, by_index, self._rows, copies)
+            self._lay_over(cut, plain, None)
+            self._lay_over(cut, by_index, self._rows)
         if self._region.removed is not None:
             at = self._region.removed.offset
             self._image[at : at + self._chosen.removed.nbytes] = self._chosen.removed.view(np.uint8)
-        self._leave(copies)
+        self._leave()
 
-    def _find_later(self, copies: HostCopies) -> frozenset[str]:
+    def _find_later(self) -> frozenset[str]:
         """Return the columns that are copied behind the call."""
-        cut = self._item.cut
-        if copies.steps.memory.owner_of(self._item.table) is None or is_overlaid(cut) or not is_watched(cut):
+        cut, steps = self._item.cut, self._copies.steps
+        if steps is None or steps.memory.owner_of(self._item.table) is None:
+            return frozenset()
+        if is_overlaid(cut) or not is_watched(cut):
             return frozenset()
         rows_count = cut.rows_count if self._rows is None else len(self._rows)
         found, bytes = [], 0
@@ -212,21 +228,25 @@ class TableCapture:
             storage, region = self._columns.get(column.name), self._region.columns.get(column.name)
             if column.role not in (Role.WEIGHT, Role.OPTIMIZER) or storage is None or region is None:
                 continue
-            if copies.device_of(storage) is None and storage.is_cpu and storage.is_contiguous():
+            if self._copies.device_of(storage) is None and storage.is_cpu and storage.is_contiguous():
                 found.append(column.name)
                 bytes += region.row_bytes * (cut.rows_count if column.name in self._plain else rows_count)
         return frozenset(found) if bytes >= LATER_BYTES_MIN else frozenset()
 
-    def _leave(self, copies: HostCopies) -> None:
+    def _leave(self) -> None:
         """Leave columns to be copied behind the call."""
-        owner, cut = copies.steps.memory.owner_of(self._item.table), self._item.cut
-        if owner is None or not self._later:
+        if not self._later:
             return
+        assert self._copies.steps is not None
+        owner, cut = self._copies.steps.memory.owner_of(self._item.table), self._item.cut
+        assert owner is not None
         assert is_watched(cut)
         columns = {name: self._columns[name] for name in self._columns if name in self._later}
-        copies.steps.add_table(owner, self.name, cut, columns, self._chunks)
+        self._copies.steps.add_table(owner, self.name, cut, columns, self._chunks)
 
     def _chunks(self, watch: Watch) -> list[Chunk]:
+        from asyncckpt.devices.step_copies import chunks_of, row_chunks
+
         numbers = {name: number for number, name in enumerate(name for name in self._columns if name in self._later)}
         chunks: list[Chunk] = []
         for name, runs in self._later_runs.items():
@@ -241,7 +261,7 @@ class TableCapture:
         """Return where storage rows go; None: one behind the other."""
         return None if self.places is None else self.places.of_rows(rows)
 
-    def _lay_over(self, cut: OverlaidCut, names: Collection[str], wanted: I64 | None, copies: HostCopies) -> None:
+    def _lay_over(self, cut: OverlaidCut, names: Collection[str], wanted: I64 | None) -> None:
         """Copy the rows that the cache level holds, as far as they are wanted (storage rows, ascending; None: all)."""
         columns = {name: cut.cached_column(name) for name in names if name != ID_COLUMN}
         cached = {name: column for name, column in columns.items() if column is not None}
@@ -259,15 +279,15 @@ class TableCapture:
             targets = np.searchsorted(wanted, rows)
         by_storage: dict[int | None, list[tuple[torch.Tensor, int, int]]] = {}
         for name, source in cached.items():
-            by_storage.setdefault(copies.device_of(self._columns[name]), []).append(self._column(name, source))
+            by_storage.setdefault(self._copies.device_of(self._columns[name]), []).append(self._column(name, source))
         for below, own in by_storage.items():
-            lay_rows(own, cache_rows, targets, copies, below=below)
+            lay_rows(own, cache_rows, targets, self._copies, below=below)
 
-    def _copy(self, names: Collection[str], rows: I64, places: I64 | None, copies: HostCopies) -> None:
+    def _copy(self, names: Collection[str], rows: I64, places: I64 | None) -> None:
         now = [self._column(name, self._columns[name]) for name in names if name not in self._later]
         if later := [name for name in names if name in self._later]:
             self._later_rows.append((later, rows, places))
-        lay_rows(now, rows, places, copies)
+        lay_rows(now, rows, places, self._copies)
 
     def _column(self, name: str, source: torch.Tensor) -> tuple[torch.Tensor, int, int]:
         region = self._region.columns[name]
@@ -313,7 +333,7 @@ def lay_rows(
     columns: Sequence[tuple[torch.Tensor, int, int]],
     rows: I64,
     places: I64 | None,
-    copies: HostCopies,
+    copies: Copies,
     *,
     below: int | None = None,
 ) -> None:
@@ -334,7 +354,7 @@ def lay_rows(
         elif device is None and below is None and source.is_cpu and source.is_contiguous():
             on_host.append((source.data_ptr(), target, row_bytes))
         else:  # Brought over here and now: strides, other devices, rows that have to wait for those below.
-            found = to_host(source.index_select(0, torch.from_numpy(rows).to(source.device)))
+            found = _rows_here(source, rows)
             own = np.array([(found.data_ptr(), target, row_bytes)], dtype=np.uint64)
             _put(found, own, places, len(rows), copies, below)
     if on_host:
@@ -343,9 +363,17 @@ def lay_rows(
         copies.on(device).add_rows(np.array(own_columns, dtype=np.uint64), rows, places, kept)
 
 
-def _put(
-    found: torch.Tensor, columns: U64, places: I64 | None, count: int, copies: HostCopies, below: int | None
-) -> None:
+def _rows_here(source: torch.Tensor, rows: I64) -> torch.Tensor:
+    """Return rows of a tensor on the host, contiguous."""
+    chosen = source.index_select(0, torch.from_numpy(rows).to(source.device))
+    if chosen.is_cpu and not uses_devices():
+        return chosen
+    from asyncckpt.devices.fetch import to_host
+
+    return to_host(chosen)
+
+
+def _put(found: torch.Tensor, columns: U64, places: I64 | None, count: int, copies: Copies, below: int | None) -> None:
     """Put rows that are on the host in their places; when those below are there."""
     in_order = np.arange(count, dtype=np.int64)
 

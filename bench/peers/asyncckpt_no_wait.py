@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncckpt.engine.save.device_stage import StepFences
+from asyncckpt.engine.features.steps import StepFences
 from bench.peers.asyncckpt_steps import AsyncckptSteps
 from bench.state import State
 

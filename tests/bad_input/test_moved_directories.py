@@ -11,7 +11,7 @@ import torch
 from sentinels import save_one
 
 import asyncckpt
-from asyncckpt.engine.save.go_back import go_back
+from asyncckpt.engine.features.go_back import go_back
 
 
 def test_case_054_root_replaced_during_a_save(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_what_a_loop_discards_it_does_not_miss_at_its_end(
         checkpointer._saver.wait_idle()
         proxy.fault = refuse_data
         checkpointer.save_now(1)
-        checkpointer._saver._target.uploads.wait(60)
+        checkpointer._saver._uploads.wait(60)
         proxy.fault = lambda request: Fault(answer=(503, "SlowDown"))
         checkpointer.save_now(2)
         checkpointer.save_now(3)

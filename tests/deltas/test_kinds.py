@@ -109,7 +109,7 @@ def test_a_full_one_when_deltas_grow_too_large(tmp_path: Path) -> None:
 
 def test_a_full_one_when_the_last_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("asyncckpt.engine.save.delta_chain.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("asyncckpt.engine.features.deltas.time.monotonic", lambda: now[0])
     monkeypatch.setattr("asyncckpt.engine.save.run_save.time.monotonic", lambda: now[0])
     table = filled_table()
     policy = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0, seconds_max=60.0)

@@ -177,7 +177,7 @@ def test_bytes_and_age_count_from_what_was_compacted(
 ) -> None:
     """Without a compaction there is a full one after two deltas, or after one."""
     now = [100.0]
-    monkeypatch.setattr("asyncckpt.engine.save.delta_chain.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("asyncckpt.engine.features.deltas.time.monotonic", lambda: now[0])
     monkeypatch.setattr("asyncckpt.engine.save.run_save.time.monotonic", lambda: now[0])
     with Run(tmp_path, deltas=policy) as run:
         kinds = []

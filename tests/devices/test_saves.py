@@ -11,7 +11,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.devices.watches import Watch
-from asyncckpt.engine.save.device_stage import StepFences
+from asyncckpt.engine.features.steps import StepFences
 from asyncckpt.staging.arena import Arena, ArenaState
 from asyncckpt.staging.pool import pool
 from tests.devices.training import differing

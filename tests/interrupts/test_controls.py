@@ -28,7 +28,7 @@ CONTROLS = {
     "asyncckpt.loader:uninterrupted": "test_interrupts.py::test_loads[_load_async]",
     "asyncckpt.tables.trained_table:uninterrupted": "test_interrupts.py::test_admission[lookup]",
     "asyncckpt.strategies.load_state:use_stored": "test_other_calls.py::test_strategies[_load]",
-    "asyncckpt.engine.save.device_stage:uninterrupted": "test_steps_that_wait.py::test_steps[True]",
+    "asyncckpt.engine.features.steps:uninterrupted": "test_steps_that_wait.py::test_steps[True]",
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.process import event_line
+from asyncckpt.engine.features import event_line
 from asyncckpt.engine.process.in_flight import SaveCounts
 from asyncckpt.events import Event, all_of, log_events, outcome
 from asyncckpt.options import RankOptions
@@ -25,9 +25,7 @@ NAMES = [
     "cut",
     "capture",
     "call",
-    "devices",
     "begin",
-    "rows",
     "drain",
     "write",
     "prove",
@@ -157,7 +155,7 @@ def test_events_behind_too_many_are_dropped_and_counted(
     with saver(tmp_path, blocking) as own:
         for step in (1, 2):
             own.save_async(step).result()
-        line = own._target.events
+        line = own._events
         assert line is not None
         assert line.left_count >= 2 * len(NAMES) - 1
         gate.set()
@@ -168,7 +166,7 @@ def test_events_behind_too_many_are_dropped_and_counted(
 def test_close_goes_on_without_a_function_that_never_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("asyncckpt.saver.EVENTS_WAIT_S", 0.01)
+    monkeypatch.setattr(event_line, "EVENTS_WAIT_S", 0.01)
     gate = threading.Event()
     own = saver(tmp_path, lambda event: gate.wait())
     own.save_async(1).result()
@@ -196,7 +194,7 @@ def test_a_function_may_close_the_saver_and_save_elsewhere(tmp_path: Path) -> No
 def test_the_thread_ends_with_a_saver_that_is_dropped(tmp_path: Path) -> None:
     before, ended = event_threads(), []
     own = saver(tmp_path, lambda event: None)
-    line = own._target.events
+    line = own._events
     assert line is not None
     ended.append(line._thread)
     own.save_async(1).result()
@@ -340,9 +338,9 @@ for step in range(3):
 NEVER_RETURNS = """
 import threading, torch, asyncckpt
 import asyncckpt.saver
-from asyncckpt.engine.process import event_line
+from asyncckpt.engine.features import event_line
 from asyncckpt.engine.process.in_flight import SaveCounts
-event_line.EVENTS_WAIT_S = asyncckpt.saver.EVENTS_WAIT_S = 0.1
+event_line.EVENTS_WAIT_S = 0.1
 debug = asyncckpt.DebugOptions(on_event=lambda event: threading.Event().wait())
 saver = asyncckpt.Saver(path={path!r}, tensors={{"w": torch.ones(3)}}, debug=debug)
 saver.save_async(2).result()

@@ -297,7 +297,7 @@ def one_rank_has_not_seen_that_the_parent_is_removed(rank: int, folder: Path) ->
         dist.barrier()
         with pytest.MonkeyPatch.context() as blind:
             if rank == 1:
-                blind.setattr("asyncckpt.engine.save.start_save._look", lambda target, base, kind: base)
+                blind.setattr("asyncckpt.engine.features.deltas._look", lambda job, base: base)
             with pytest.raises(ConflictError, match="is not there any more"):
                 save()
         assert [save().kind, save().kind] == ["full", "delta"]

@@ -151,8 +151,8 @@ def saver_of(life: Life, rank: int, path: Path, table: Any) -> asyncckpt.Saver:
         ranks=asyncckpt.RankOptions(peer_deadline=OPENING_S_MAX),
         on_busy="wait",
     )
-    assert saver._target.ranks is not None
-    saver._target.ranks.limits = LIMITS
+    assert saver._ranks is not None
+    saver._ranks.limits = LIMITS
     return saver
 
 

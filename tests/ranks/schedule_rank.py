@@ -59,8 +59,8 @@ def run_rank(schedule: Schedule, rank: int, folder: Path) -> None:
         filter_func=unchanged if schedule.point == "filter" else identity,
         ranks=asyncckpt.RankOptions(peer_deadline=OPENING_S_MAX),
     )
-    assert saver._target.ranks is not None
-    saver._target.ranks.limits = LIMITS
+    assert saver._ranks is not None
+    saver._ranks.limits = LIMITS
     training.train()
     saver.save_async(1)
     training.train()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import asyncckpt
-from asyncckpt.engine.save.device_stage import StepFences
+from asyncckpt.engine.features.steps import StepFences
 from tests.ranks.job_ranks import PEER_DEADLINE_S, WAIT_S_MAX, group_of, raised
 from tests.steps import gate as gates
 

@@ -10,8 +10,8 @@ import pytest
 
 from asyncckpt.devices import step_copies
 from asyncckpt.devices.step_copies import Chunk, StepCopies
+from asyncckpt.engine.features import steps
 from asyncckpt.engine.process.background import copiers
-from asyncckpt.engine.save import device_stage
 
 WAIT_S_MAX = 30.0
 
@@ -50,7 +50,7 @@ class Gate:
 
 def watch_short(monkeypatch: pytest.MonkeyPatch, *, bytes_min: int = 1) -> None:
     """Let steps wait for tensors of so many bytes, too; else these are copied in the call."""
-    monkeypatch.setattr(device_stage, "STEPPED_BYTES_MIN", bytes_min)
+    monkeypatch.setattr(steps, "STEPPED_BYTES_MIN", bytes_min)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:

@@ -37,7 +37,7 @@ def test_a_forked_child_steps_without_its_parents_save(world: World, gate: Gate)
             world.optimizers[1].step()
             os._exit(0 if gate.log.count("step") == 0 else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert world.saver._target.step_fences._pending
+        assert world.saver._features["steps"]._pending
     world.check(future, 1, values)
 
 
@@ -83,7 +83,7 @@ def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
     with gate.held():
         future = world.saver.save_async(1)
         gate.await_copier()
-        (pending,) = world.saver._target.step_fences._pending
+        (pending,) = world.saver._features["steps"]._pending
 
         def interrupt() -> None:
             with pending.steps._changed:
@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
 
 def test_nothing_of_a_saver_stays_behind_it(tmp_path: Path) -> None:
     world = World(tmp_path)
-    fences = weakref.ref(world.saver._target.step_fences)
+    fences = weakref.ref(world.saver._features["steps"])
     world.saver.close()
     del world
     until = time.monotonic() + 30.0
@@ -227,14 +227,14 @@ def test_a_handler_that_saves_while_a_step_waits_has_what_was_there(world: World
 
 def test_a_write_that_torch_counts_late_is_seen(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, ended = torch.nn.Parameter(torch.arange(300.0)), list[float]()
-    counts_of, let_writes_end = watches._versions, SaveJob.let_writes_end
+    counts_of, begin_commit = watches._versions, SaveJob.begin_commit
     is_over = lambda: bool(ended) and time.monotonic() > ended[0]  # noqa: E731
 
     async def write_meanwhile(job: SaveJob) -> None:
         ended.append(job.staged_at + 0.1)  # By the clock of that wait: this thread may be late.
-        await let_writes_end(job)
+        await begin_commit(job)
 
-    monkeypatch.setattr(SaveJob, "let_writes_end", write_meanwhile)
+    monkeypatch.setattr(SaveJob, "begin_commit", write_meanwhile)
     monkeypatch.setattr(watches, "_versions", lambda of: [count + is_over() for count in counts_of(of)])
     device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0)])
     with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device, durability="none") as saver:

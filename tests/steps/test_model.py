@@ -19,8 +19,9 @@ from torch.distributed import fsdp
 from asyncckpt.devices import step_copies
 from asyncckpt.devices.step_copies import Chunk, StepCopies
 from asyncckpt.devices.watches import Watch
-from asyncckpt.engine.save import device_stage, save_job
-from asyncckpt.engine.save.device_stage import StepFences
+from asyncckpt.engine.features import steps
+from asyncckpt.engine.features.steps import StepFences
+from asyncckpt.engine.save import save_job
 from tests.steps import gate as gates
 from tests.steps.trainer import Trainer
 from tests.steps.trainings import Training
@@ -111,7 +112,7 @@ def _left_out(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize("round", range(5))
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(StepFences, "before_step"), (Watch, "check_unchanged"), (device_stage, "is_stepping")],
+    [(StepFences, "before_step"), (Watch, "check_unchanged"), (steps, "is_stepping")],
     ids=["steps do not wait", "versions are not compared", "steps are not known to run"],
 )
 def test_what_is_left_out_is_found(

@@ -16,7 +16,7 @@ import torch
 import asyncckpt
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.devices.step_copies import StepCopies
-from asyncckpt.engine.save.device_stage import StepFences
+from asyncckpt.engine.features.steps import StepFences
 from tests.steps.gate import Gate
 
 pytestmark = pytest.mark.any_core

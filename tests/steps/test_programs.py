@@ -19,7 +19,7 @@ import torch
 import asyncckpt
 from asyncckpt.devices.step_copies import StepCopies
 from asyncckpt.devices.watches import Watch
-from asyncckpt.engine.save.device_stage import StepFences
+from asyncckpt.engine.features.steps import StepFences
 from tests.devices.training import differing
 from tests.simulated_device import SimulatedRuntime
 from tests.steps import gate as gates

@@ -36,7 +36,7 @@ def test_a_step_copies_what_is_left(world: World, gate: Gate) -> None:
 
 def opened_when_all_is_begun(world: World, gate: Gate) -> None:
     """Open the gate when the step has nothing left to do but to wait for the chunk of the background."""
-    (pending,) = world.saver._target.step_fences._pending
+    (pending,) = world.saver._features["steps"]._pending
     part = pending.steps._parts[0]
     with pending.steps._changed:
         assert pending.steps._changed.wait_for(lambda: not part.chunks, 30)
@@ -71,9 +71,9 @@ def test_the_background_copies_what_no_step_asks_for(world: World, gate: Gate) -
 
 
 def test_the_background_copies_in_the_order_of_the_last_steps(world: World) -> None:
-    assert world.saver._target.step_fences._order == [0, 1]
+    assert world.saver._features["steps"]._order == [0, 1]
     world.optimizers[0].step()
-    assert world.saver._target.step_fences._order == [1, 0]
+    assert world.saver._features["steps"]._order == [1, 0]
 
 
 def test_what_is_changed_otherwise_is_refused_by_name(world: World, gate: Gate) -> None:

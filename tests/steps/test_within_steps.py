@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import asyncckpt
 from asyncckpt.devices.stepped_memory import SteppedMemory, places_of
-from asyncckpt.engine.save.step_hooks import is_stepping, listen
+from asyncckpt.engine.features.step_hooks import is_stepping, listen
 from tests.steps.gate import Gate
 
 pytestmark = pytest.mark.any_core
@@ -81,7 +81,7 @@ def test_a_save_within_a_fused_step_holds_what_was_there(tmp_path: Path, gate: G
 FIRST_IN_A_STEP = """
 import pathlib, sys, threading, torch, asyncckpt
 from asyncckpt.devices.step_copies import Chunk
-from asyncckpt.engine.save.step_hooks import is_stepping
+from asyncckpt.engine.features.step_hooks import is_stepping
 
 path, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 weight = torch.nn.Parameter(torch.zeros(64, 256))

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
-from asyncckpt.commit.root import StoreRoot, WriteRoot, check_store
+from asyncckpt.commit.removal import complete_decided
+from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot, check_store
 from asyncckpt.commit.transaction import Commits, Uploader
 from asyncckpt.engine.process.background import committer, retainer
 from asyncckpt.engine.process.log import log_warning
+from asyncckpt.errors import CheckpointError
 from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import Durability, KeepPolicy
 from asyncckpt.storage.owner_lock import OwnerLock
 
@@ -20,6 +24,46 @@ def commits_of(
 ) -> Commits:
     durable = durability == "fsync"
     return Commits(root, lock, durable=durable, threads=committer, warn=log_warning, uploader=uploader)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open directory. lock: of the process that holds it; a store has none."""
+
+    root: WriteRoot
+    lock: OwnerLock | None = None
+
+    def close(self) -> None:
+        """Let other processes have the directory."""
+        if self.lock is not None:
+            self.lock.release()
+        self.root.close()
+
+
+def open_alone(path: Place, *, exact_modes: bool = False) -> Opened:
+    """Open and lock it, for one rank or for all; complete what a crash has left half removed."""
+    if isinstance(path, StoreUrl):
+        from asyncckpt.storage.object_store import ObjectStore, StoreLimits  # Which a disk does not need.
+
+        store = StoreRoot.for_writing(ObjectStore(path, StoreLimits()))
+        _complete(store)
+        return Opened(root=store)
+    root = CheckpointRoot.for_writing(path, exact_modes=exact_modes)
+    opened = Opened(root=root)
+    try:
+        opened = Opened(root=root, lock=OwnerLock.acquire(root.root, LOCK_NAME))
+        _complete(root)
+        return opened
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _complete(root: WriteRoot) -> None:
+    try:
+        complete_decided(root)
+    except CheckpointError as error:
+        log_warning("leftovers in %s were kept: %s", root.path, error)
 
 
 @contextmanager

@@ -28,15 +28,13 @@ from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import cause_of
 from asyncckpt.engine.process.background import committer, run_on, workers
-from asyncckpt.engine.process.future import FutureState
-from asyncckpt.engine.process.held_directory import commits_of
+from asyncckpt.engine.process.held_directory import Opened, commits_of, open_alone
 from asyncckpt.engine.ranks.holdings import check_ids_held
-from asyncckpt.engine.ranks.open_directory import Opened, open_alone
+from asyncckpt.engine.ranks.rank_share import RankShare, share_of
 from asyncckpt.engine.ranks.replica_contents import Contents, check_contents, contents_of
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.engine.ranks.writers import Decisions, Held
 from asyncckpt.engine.save.save_job import Committed, SaveJob, SaveTarget, Written
-from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import PeerError
 from asyncckpt.format.names import manifest_name
@@ -134,15 +132,14 @@ class StepInTurn:
         held = Held(share.replicas.items, share.replicas.slices)
         self._check(rank, held, contents, share.ids_held)
         owners = {item.path: self.writers.get(item.path, rank) for item in held.items}
-        share.by_peers = share.ranks.replicas.written_by_peers(share.replicas, owners, "")
+        share.take(job, share.ranks.replicas.written_by_peers(share.replicas, owners, ""))
         transaction = await run_on(committer, self._begun, job)
         written = await run_on(workers, write_files, job, transaction.place, transaction.attempt)
         self._check_goes_on(rank)
-        await job.let_writes_end()
-        job.enter(FutureState.COMMITTING)
+        await job.begin_commit()
         self.writers.update(owners)
         self.targets.append(job.target)
-        self.parts[rank] = _Part(written, job.values, job.metadata, held, contents, share.ids_held)
+        self.parts[rank] = _Part(written, job.values, job.call.metadata, held, contents, share.ids_held)
         if self.missing:
             return Committed(written, transaction.attempt, None, (), waits_for=self.missing)
         self.over = "all parts have come"
@@ -178,7 +175,7 @@ class StepInTurn:
         """Return the transaction; the first part begins it, in a directory of its own. On a commit thread."""
         settle(job.target.commits.in_doubt)
         if self._transaction is None:
-            self._opened = open_alone(job.target.root.path, exact_modes=False)
+            self._opened = open_alone(job.target.root.path)
             commits = commits_of(self._opened.root, self._opened.lock, job.target.options.durability)
             self._transaction = Transaction.begin(commits, self.claim, job.recorder)
         return self._transaction
@@ -241,12 +238,12 @@ def claim_in_turn(ranks: Ranks, root: WriteRoot, step: int | None) -> Claim:
     )
 
 
-async def save_in_turn(job: SaveJob, share: RankShare) -> Committed:
+async def save_in_turn(job: SaveJob) -> Committed:
     """Save the part of one rank. A failure gives the step up."""
     assert isinstance(job.claim, _PartOfClaim)
     turn = job.claim.turn
     try:
-        return await turn.save(job, share)
+        return await turn.save(job, share_of(job))
     except BaseException as error:
         turn.give_up(cause_of(error))
         if isinstance(error, InDoubt):  # Of this step: not of an earlier one that the store has not answered for yet.

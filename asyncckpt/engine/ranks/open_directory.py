@@ -14,26 +14,23 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from asyncckpt.arguments import check_int
-from asyncckpt.commit.removal import complete_decided
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
+from asyncckpt.commit.root import CheckpointRoot, StoreRoot
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import open_file_channel
 from asyncckpt.coordination.messages import Limits, cause_of
 from asyncckpt.coordination.store_channel import StoreChannel, open_store_channel
-from asyncckpt.engine.process.log import log_warning
+from asyncckpt.engine.process.held_directory import Opened, open_alone
 from asyncckpt.engine.ranks.meeting import Meeting, meet
 from asyncckpt.engine.ranks.replicas import Replicas
-from asyncckpt.engine.ranks.saver_ranks import Ranks, announce_failed
+from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import CheckpointError, DeadlineError, NotFoundError, PeerError, UnsupportedError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.own_rank import own_rank, rank_in_group
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import RankOptions
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.folder import check_place
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
-from asyncckpt.storage.owner_lock import OwnerLock
 
 SILENCE_S_MAX = 30.0
 POLL_S = 0.05
@@ -59,25 +56,21 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Opened:
-    """An open directory. lock: of the rank that holds it. ranks: None for a rank that saves alone.
+class OpenedTogether(Opened):
+    """The directory as one of several ranks has opened it, or one that has looked for others.
 
-    owned: closed with the directory; None for ranks that save to other directories too. met: ended with it.
+    ranks: None for a rank that saves alone. owned: closed with the directory; None for ranks that save to other
+    directories too. met: ended with it.
     """
 
-    root: WriteRoot
-    lock: OwnerLock | None = None
     ranks: Ranks | None = None
     owned: Channel | None = None
     met: Meeting | None = None
 
     def close(self) -> None:
-        """Let other processes have the directory."""
         if self.owned is not None:
             self.owned.close()
-        if self.lock is not None:
-            self.lock.release()
-        self.root.close()
+        super().close()
         if self.met is not None:
             self.met.end()
 
@@ -135,7 +128,7 @@ def announce_open(ranks: Ranks, error: BaseException | None = None, *, call: int
 def leave_out_opening(ranks: Ranks, error: BaseException) -> None:
     """Abort the next call on all ranks, also on those that wait for rank 0 to open a directory for it."""
     announce_open(ranks, error)
-    announce_failed(ranks, ranks.next_call(), error)
+    ranks.announce_failed(ranks.next_call(), error)
 
 
 def announce_refused(error: BaseException, own: OwnShard, options: RankOptions) -> None:
@@ -162,7 +155,7 @@ def announce_refused(error: BaseException, own: OwnShard, options: RankOptions) 
                 announce_open(ranks, error, call=OPENING)
                 _leave_cause(channel, error)
             else:
-                announce_failed(ranks, ranks.next_call(), error)
+                ranks.announce_failed(ranks.next_call(), error)
                 ranks.wait_announced()
         finally:
             channel.close()
@@ -177,12 +170,12 @@ def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
     return Ranks(channel=channel, limits=waits, replicas=Replicas(channel.rank, channel.ranks_count))
 
 
-def open_directory(path: Place, own: OwnShard, *, options: RankOptions, exact_modes: bool) -> Opened:
+def open_directory(path: Place, own: OwnShard, *, options: RankOptions, exact_modes: bool) -> OpenedTogether:
     """Open it as this rank. Ranks wait for each other at most the peer_deadline: PeerError."""
     index, count, met = own.index, own.count, own.met
     if count == 1:
         try:
-            return replace(open_alone(path, exact_modes=exact_modes), met=met)
+            return _together(open_alone(path, exact_modes=exact_modes), met=met)
         except BaseException:
             if met is not None:
                 met.end()
@@ -192,7 +185,7 @@ def open_directory(path: Place, own: OwnShard, *, options: RankOptions, exact_mo
         _check_not_over_files(path, process_group, index=index, count=count, in_turn=options.in_turn)
     if options.in_turn:
         ranks = replace(_ranks_over(cast(Channel, _Place(index, count)), peer_deadline_s), in_turn=True)
-        return replace(open_alone(path, exact_modes=exact_modes), ranks=ranks)
+        return _together(open_alone(path, exact_modes=exact_modes), ranks=ranks)
     if _meets_over_files(process_group, index, count):
         assert isinstance(path, Path)
         return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
@@ -207,7 +200,7 @@ def open_directory(path: Place, own: OwnShard, *, options: RankOptions, exact_mo
             _leave_cause(channel, error)
         elif not isinstance(error, PeerError):  # The first save of the others would wait for this rank.
             with suppress(CheckpointError):
-                announce_failed(ranks, ranks.next_call(), error)
+                ranks.announce_failed(ranks.next_call(), error)
                 ranks.wait_announced()
         channel.close()
         raise
@@ -228,31 +221,11 @@ def _leave_cause(channel: StoreChannel, error: BaseException) -> None:
     channel.leave_cause(f"it cannot open the checkpoint directory: {cause_of(error)}")
 
 
-def open_alone(path: Place, *, exact_modes: bool) -> Opened:
-    """Open and lock it, for one rank or for all; complete what a crash has left half removed. A store has no lock."""
-    if isinstance(path, StoreUrl):
-        store = StoreRoot.for_writing(ObjectStore(path, STORE_LIMITS))
-        _complete(store)
-        return Opened(root=store)
-    root = CheckpointRoot.for_writing(path, exact_modes=exact_modes)
-    opened = Opened(root=root)
-    try:
-        opened = Opened(root=root, lock=OwnerLock.acquire(root.root, LOCK_NAME))
-        _complete(root)
-        return opened
-    except BaseException:
-        opened.close()
-        raise
+def _together(opened: Opened, **more: Any) -> OpenedTogether:
+    return OpenedTogether(opened.root, opened.lock, **more)
 
 
-def _complete(root: WriteRoot) -> None:
-    try:
-        complete_decided(root)
-    except CheckpointError as error:
-        log_warning("leftovers in %s were kept: %s", root.path, error)
-
-
-def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, exact_modes: bool) -> Opened:
+def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, exact_modes: bool) -> OpenedTogether:
     """call: under which rank 0 says that it has opened the directory."""
     if ranks.is_coordinator:
         try:
@@ -266,7 +239,7 @@ def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, ex
         except BaseException:
             opened.close()
             raise
-        return replace(opened, ranks=ranks)
+        return _together(opened, ranks=ranks)
     try:
         cause = ranks.channel.get(call, "opened", deadline_s).decode("utf-8", "replace")
     except DeadlineError as error:
@@ -278,8 +251,8 @@ def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, ex
             place = ranks.channel.get(call, "place", deadline_s).decode("utf-8")
             if place != str(path):
                 raise UsageError("ranks save to different places", found=str(path), expected=place)
-            return Opened(StoreRoot.for_joining(ObjectStore(path, STORE_LIMITS)), ranks=ranks)
-        return Opened(CheckpointRoot.for_joining(path, exact_modes=exact_modes), ranks=ranks)
+            return OpenedTogether(StoreRoot.for_joining(ObjectStore(path, STORE_LIMITS)), ranks=ranks)
+        return OpenedTogether(CheckpointRoot.for_joining(path, exact_modes=exact_modes), ranks=ranks)
     except NotFoundError as error:
         raise UsageError(
             "the checkpoint directory that rank 0 has opened is not there on this rank",
@@ -288,7 +261,7 @@ def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, ex
         ) from error
 
 
-def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exact_modes: bool) -> Opened:
+def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exact_modes: bool) -> OpenedTogether:
     until = time.monotonic() + deadline_s
     if index == 0:
         opened = open_alone(path, exact_modes=exact_modes)
@@ -301,7 +274,7 @@ def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exac
     except BaseException:
         opened.close()
         raise
-    return replace(opened, ranks=_ranks_over(channel, deadline_s), owned=channel)
+    return _together(opened, ranks=_ranks_over(channel, deadline_s), owned=channel)
 
 
 def _await_root(path: Path, until: float, *, deadline_s: float, exact_modes: bool) -> CheckpointRoot:

@@ -27,16 +27,15 @@ from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.actions import Contradiction
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Kind, Outcome, Prepared, cause_of
+from asyncckpt.engine.features.deltas import settle
 from asyncckpt.engine.process.background import committer, run_on, talkers, workers
-from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.ranks.holdings import check_ids_held, decode_ids_held, decode_slices, encode_ids_held
+from asyncckpt.engine.ranks.rank_share import RankShare, share_of
 from asyncckpt.engine.ranks.replica_contents import check_contents, contents_of, decode_contents
 from asyncckpt.engine.ranks.replicas import decode_list, decode_owners
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.engine.ranks.writers import Decision, Held, agreement_of, same_owners
-from asyncckpt.engine.save.delta_chain import settle
-from asyncckpt.engine.save.save_job import Committed, SaveJob, Written
-from asyncckpt.engine.save.state_cut import RankShare
+from asyncckpt.engine.save.save_job import Committed, SaveJob, SkippedByPeer, Written
 from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import (
     CheckpointError,
@@ -58,8 +57,9 @@ from asyncckpt.storage.store_folder import StoreFolder
 FACTS_MAX = 1_000_000
 
 
-async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome:
-    """Take one save of all ranks to its commit; an Outcome when another rank has skipped it."""
+async def save_with_ranks(job: SaveJob) -> Committed | SkippedByPeer:
+    """Take one save of all ranks to its commit, unless another rank has skipped it."""
+    share = share_of(job)
     ranks = share.ranks
     save = RankSave(job, share)
     refused: CheckpointError | None = None
@@ -85,7 +85,7 @@ async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome
         if save.transaction is not None:
             await save.transaction.give_up()
     if outcome.state != "committed":
-        return outcome
+        return SkippedByPeer(outcome.rank, outcome.cause)
     return save.committed(outcome)
 
 
@@ -113,10 +113,9 @@ class RankSave:
 
     def settle_base(self) -> None:
         """Choose what a delta builds upon. All saves before this one have ended, so all ranks choose the same."""
-        job = self.job
-        job.choice = settle(job.choice, job.target.memory.newest, step=job.step)
-        if job.choice.base is not None:
-            job.claim.parents[:] = [job.choice.base.parent.step]
+        settle(self.job)
+        if self.job.base is not None:
+            self.job.claim.parents[:] = [self.job.base.parent.step]
 
     async def leave_list(self) -> None:
         """While it is not known who writes which replica: say which there are here, and what is in them."""
@@ -127,7 +126,7 @@ class RankSave:
             await self._put(f"contents/{self.ranks.rank}", contents.encoded())
 
     def begin(self) -> Begin:
-        base = self.job.choice.base
+        base = self.job.base
         kind: Kind = "full" if base is None else "delta"
         listed, left_out = self.share.replicas, self.share.left_out
         notes: dict[str, Json] = {"held": listed.digest_with_slices, "agreement": ""}
@@ -172,8 +171,7 @@ class RankSave:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.stopped.wait(), self.ranks.limits.alive_s)
             raise
-        await job.let_writes_end()
-        job.enter(FutureState.COMMITTING)
+        await job.begin_commit()
         own_notes: dict[str, Json] = {"structure": written.structure, "holds_all": written.holds_all}
         if self.ranks.is_coordinator:
             return own_notes
@@ -197,7 +195,9 @@ class RankSave:
         claim = await run_on(committer, claims.save, job.target.root, step)
         claim.parents[:] = job.claim.parents
         job.claim.release()
-        job.claim, job.ticket.step, job.future.step, job.recorder.step = claim, step, step, step
+        job.claim, job.ticket.step, job.future.step = claim, step, step
+        if job.recorder is not None:
+            job.recorder.step = step
 
     def _check_own(self, folder: Directory | StoreFolder) -> None:
         """Make sure that the files of this rank are durable, and there by their names, before it is prepared."""
@@ -216,7 +216,7 @@ class RankSave:
         head = transaction.head(
             files=(*own.files, *others),
             values=job.values,
-            metadata=job.metadata,
+            metadata=job.call.metadata,
             parents=self.parents,
             ranks_count=count,
             times=job.times(),
@@ -242,7 +242,7 @@ class RankSave:
 
     async def is_base_lost(self, error: BaseException) -> bool:
         """Return whether a delta has failed because others have removed what it builds upon. Every rank looks."""
-        base, commits = self.job.choice.base, self.job.target.commits
+        base, commits = self.job.base, self.job.target.commits
         if base is None or not isinstance(error, (ConflictError, PeerError)):
             return False
         return not await run_on(committer, commits.chain.is_there, base.chain)
@@ -330,7 +330,7 @@ class RankSave:
             owners = same_owners(share.replicas.items, self.ranks.ranks_count)
         else:
             owners = decode_owners(await self._get("owners"))
-        share.by_peers = replicas.written_by_peers(share.replicas, owners, agreement)
+        share.take(self.job, replicas.written_by_peers(share.replicas, owners, agreement))
 
     async def _part(self, rank: int, notes: Fields) -> PartText:
         text = await self._get(f"part/{rank}")

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
+from asyncckpt.engine.features.block_choice import planned_blocks, staged_tables
+from asyncckpt.engine.features.row_fingerprints import Selections
 from asyncckpt.engine.ranks.holdings import REPLICA_HINT
 from asyncckpt.engine.ranks.replicas import TABLE_PREFIX, ReplicaList
-from asyncckpt.engine.save.filter_input import planned_blocks, staged_tables
-from asyncckpt.engine.save.row_fingerprints import Selections
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.format.strict_json import dumps, loads

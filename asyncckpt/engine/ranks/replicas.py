@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from asyncckpt.engine.ranks.holdings import TableSlice, is_replicated, is_whole, slice_of
+from asyncckpt.engine.save.state_cut import ByPeers
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.strict_json import Json, dumps, loads
 from asyncckpt.format.tree import VALUE, Path, leaves
@@ -76,18 +77,16 @@ class ReplicaList:
 
 
 @dataclass(frozen=True)
-class WrittenByPeers:
-    """What other ranks write: numbers of leaves, names of tables; and the agreement by which they do."""
+class WrittenByPeers(ByPeers):
+    """What other ranks write, and the agreement by which they do."""
 
-    leaves: frozenset[int] = frozenset()
-    tables: frozenset[str] = frozenset()
     agreement: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.leaves or self.tables)
 
 
-NOTHING_BY_PEERS = WrittenByPeers()
+NOTHING_WRITTEN = WrittenByPeers()
 
 
 class Replicas:

@@ -58,15 +58,13 @@ class Ranks:
         self.call += 1
         return self.call - 1
 
+    def announce_failed(self, call: int, error: BaseException) -> None:
+        """Abort on all ranks a save that this one cannot make."""
+        _announce(self, call, Failed(cause_of(error)))
 
-def announce_skipped(ranks: Ranks, call: int) -> None:
-    """Let all ranks skip a save that this one skips."""
-    _announce(ranks, call, Skipped("a save or load was in flight"))
-
-
-def announce_failed(ranks: Ranks, call: int, error: BaseException) -> None:
-    """Abort on all ranks a save that this one cannot make."""
-    _announce(ranks, call, Failed(cause_of(error)))
+    def announce_skipped(self, call: int) -> None:
+        """Let all ranks skip a save that this one skips."""
+        _announce(self, call, Skipped("a save or load was in flight"))
 
 
 def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:

@@ -11,12 +11,12 @@ from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.event_loop import check_may_wait_for
 from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.engine.save.delta_chain import Choice
 from asyncckpt.engine.save.device_stage import pin
 from asyncckpt.engine.save.save_job import SaveTarget
-from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage
+from asyncckpt.engine.save.stage import StageChoice, choose_stage
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.model.table import is_overlaid
+from asyncckpt.plan.regions import TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.staging.pool import pool
 
@@ -37,13 +37,13 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
     for other in save_lock.in_flight():
         if not other.is_captured:  # It may hold tables.
             check_may_wait_for(other)
-    cut = Cut.begin(target.state, target.tables, target.ranks, call=None, walk=target.memory.walk)
+    cut = Cut.begin(target.state, target.tables, target.features, walk=target.memory.walk)
     try:
-        stage = choose_stage(target, cut, Choice(base=None, newest=None, tables=cut.all_rows()))
+        stage = choose_stage(target, cut, tuple(map(TableRows, range(len(cut.tables)))))
         found = runtime()
         extents = [] if found is None else list(_device_extents(stage, cut))
     finally:
-        cut.give_up()
+        cut.end(ok=False)
 
     size, limit = stage.arena_bytes, target.options.host_memory_limit
     # A save in flight has the arena already; and what does not fit will not be staged.

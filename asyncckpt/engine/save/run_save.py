@@ -1,72 +1,71 @@
-"""The background half of a save: filter, write, commit, retention.
+"""The background half of a save: write, commit, and let the caller know.
 
-1. Wait for what is still copied into the arena, by devices or behind the call, and for retention if that is far behind.
+1. Wait for what is still copied into the arena, by devices or after the call.
 2. Make the attempt's folder.
-3. Filter the staged blocks, and write the shard files: without changes the arena is drained as it is, else a new image
-   is streamed.
+3. Write the shard files (write_files.py).
 4. Publish the manifest; the save is acknowledged.
-5. Begin to let old checkpoints go, on another thread. A failure there is a warning: the new checkpoint stands.
-6. Give back arena, step and lock, then resolve the future.
+5. Give back arena, step and lock, then resolve the future.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack
 
 from asyncckpt.commit.attempt import Draft
-from asyncckpt.commit.chain import newest_verified
-from asyncckpt.commit.root import StoreRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.coordination.messages import Outcome
 from asyncckpt.engine.process.background import committer, run_on, workers
-from asyncckpt.engine.process.future import FutureState, as_checkpoint_error
-from asyncckpt.engine.process.held_directory import start_retention
+from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.log import log_exception, log_warning
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.engine.ranks.in_turn import save_in_turn
-from asyncckpt.engine.ranks.rank_save import save_with_ranks
-from asyncckpt.engine.save.delta_chain import ChainLink, TableLink
-from asyncckpt.engine.save.save_job import Committed, SaveJob
+from asyncckpt.engine.save.save_job import ChainLink, Committed, SaveJob, SkippedByPeer, TableLink
 from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import ConflictError
 from asyncckpt.model.result import SaveResult
-from asyncckpt.native import I64
 from asyncckpt.staging.pool import pool
 
-RETENTIONS_BEHIND_MAX = 8
-RETENTION_WAIT_S_MAX = 10.0
 MISSED_IDS_MAX = 100
 
 
 async def run_save(job: SaveJob) -> None:
     """Take one save to its end and resolve its future. Never raises."""
     job.begun_us = job.since_call_us()
-    job.recorder.flow()
+    if job.recorder is not None:
+        job.recorder.flow()
     try:
-        result = await _save(job)
+        if job.pending is not None:
+            waiting = time.perf_counter()
+            await run_on(workers, job.pending.settle)
+            job.note("devices", waiting)
+            job.staged_at = time.monotonic()
+        job.future.mark_staged()
+        for feature in job.features:
+            await feature.before_files(job)
+        committed = await job.commit(job)
+        if isinstance(committed, Committed):
+            _link(job, committed)
+            for feature in job.features:
+                feature.committed(job, committed)
+            result = _result(job, committed)
     except BaseException as error:
         fail_save(job, error)
-    else:
-        try:
+        return
+    try:
+        if job.target.tables:
             _touch_ahead(job)
-            end_save(job, ok=not isinstance(result, Outcome))
-        finally:
-            if isinstance(result, Outcome):  # All ranks skip a save that one of them skips.
-                log_warning("save of step %d was skipped, as rank %s did: %s", job.step, result.rank, result.cause)
-                job.future.skip(seconds=time.perf_counter() - job.begun, stall_seconds=job.stall_seconds)
-            else:
-                job.future.resolve(result)
+        end_save(job, ok=isinstance(committed, Committed))
+    finally:
+        if isinstance(committed, SkippedByPeer):
+            log_warning("save of step %d was skipped, as rank %s did: %s", job.step, committed.rank, committed.cause)
+            job.future.skip(seconds=time.perf_counter() - job.begun, stall_seconds=job.stall_seconds)
+        else:
+            job.future.resolve(result)
 
 
 def _touch_ahead(job: SaveJob) -> None:
     """Touch memory into which tables may grow, so that the next save does not pay for it in its stall."""
     staged = job.staged
-    if staged is None or not job.target.tables:
+    if staged is None:
         return
     try:
         limit_bytes = job.target.options.host_memory_limit
@@ -97,72 +96,16 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
             log_exception("a table did not end its cut of step %d", job.step)
 
 
-async def _save(job: SaveJob) -> SaveResult | Outcome:
-    if job.staged is not None:
-        await run_on(workers, job.recorder.timed("devices", job.staged.pending.settle))
-        job.staged_at = time.monotonic()
-        job.future.mark_staged()
-    share = job.cut.share
-    await _let_retention_catch_up(job)
-    committed: Committed | Outcome
-    if share is None:
-        committed = await _save_alone(job)
-    else:
-        committed = await (save_in_turn(job, share) if share.ranks.in_turn else save_with_ranks(job, share))
-    if isinstance(committed, Outcome):
-        return committed
-    seconds = time.perf_counter() - job.begun
-    written = committed.written
-    if job.target.uploads.are_expected:
-        job.future.expect_upload(partial(job.target.uploads.wait_for, committed.attempt))
-    elif isinstance(job.target.root, StoreRoot):
-        job.future.expect_upload(lambda timeout: None)
-    job.target.memory.newest = _link(job, committed)
-    if committed.manifest_bytes and job.target.options.keep is not None:
-        _start_retention(job)
-    return SaveResult(
-        step=job.step,
-        kind="delta" if committed.parents else "full",
-        path=job.target.root.path,
-        fallback=job.fallback,
-        stall_seconds=job.stall_seconds if job.staged is not None else seconds,
-        step_wait_seconds=0.0 if job.staged is None else job.staged.pending.steps.waited_seconds,
-        seconds=seconds,
-        bytes_logical=job.plan.logical_bytes + sum(table.payload_bytes for table in job.captured),
-        bytes_written=committed.bytes_written,
-        rows_count=sum(facts.rows_count for facts in written.tables),
-        rows_copied=sum(facts.rows_count for facts in job.plan.tables)
-        + sum(table.copied_count for table in job.captured),
-        missed_ids=_tell_missed(written.missed),
-        waits_for=committed.waits_for,
-    )
-
-
-def _tell_missed(missed: Mapping[str, I64]) -> Mapping[str, tuple[int, ...]]:
-    """Log by table the ids whose mark was missing, and return the first of each.
-
-    When the save has committed: one that is refused may have copied what was written, and marked, after its call.
-    """
-    for table, ids in missed.items():
-        log_warning(
-            "%d rows of table %r were changed without a mark, the first one of id %d, in a way that torch does not "
-            "count: write them by update(rows, function), or call touch(rows)",
-            len(ids),
-            table,
-            int(ids[0]),
-        )
-    return {table: tuple(ids[:MISSED_IDS_MAX].tolist()) for table, ids in missed.items()}
-
-
-async def _save_alone(job: SaveJob) -> Committed:
+async def commit_alone(job: SaveJob) -> Committed:
+    """Write and commit a save that no other rank takes part in."""
     transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim, job.recorder)
-    parents = () if job.choice.base is None else job.choice.base.chain
+    parents = () if job.base is None else job.base.chain
     try:
         written = await run_on(workers, write_files, job, transaction.place, transaction.attempt)
-        await job.let_writes_end()
-        job.enter(FutureState.COMMITTING)
-        facts = {"values": job.values, "metadata": job.metadata, "parents": parents, "times": job.times()}
-        head = transaction.head(files=written.files, **facts)
+        await job.begin_commit()
+        head = transaction.head(
+            files=written.files, values=job.values, metadata=job.call.metadata, parents=parents, times=job.times()
+        )
         draft = Draft(head, written.body, written.digests, structures=(written.structure,))
         published = await transaction.commit(draft, job.recorder)
     except BaseException as error:
@@ -174,11 +117,12 @@ async def _save_alone(job: SaveJob) -> Committed:
     return Committed(written, transaction.attempt, published.parent, parents, published.manifest_bytes)
 
 
-def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
-    """Return what the next delta builds upon, now that this save has committed; None: the next save is a full one."""
+def _link(job: SaveJob, committed: Committed) -> None:
+    """Note what the next delta builds upon, now that this save has committed; nothing: the next save is a full one."""
+    memory, written, base = job.target.memory, committed.written, job.base
     if committed.parent is None:
-        return None
-    written = committed.written
+        memory.newest = None
+        return
     names = {facts.name for facts in written.tables}
     tables = {
         item.name: TableLink(
@@ -190,61 +134,32 @@ def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
         for item in job.cut.tables
         if item.name in names
     }
-    base = job.choice.base
-    if base is None:
-        # With parents: this rank has written all of its tables into the delta of others.
-        return ChainLink(
-            committed.parent,
-            committed.parents,
-            tables,
-            bytes=(*(0 for _ in committed.parents), committed.bytes_written),
-            full_time=time.monotonic(),
-        )
-    base = base.ending(len(committed.parents))
-    return replace(
-        base,
-        parent=committed.parent,
-        parents=base.chain,
-        tables=tables,
-        bytes=(committed.bytes_written, *base.bytes),
+    parents, full_time = committed.parents, time.monotonic()
+    bytes: tuple[int, ...] = (committed.bytes_written,)
+    if base is not None:
+        base = base.ending(len(parents))
+        parents, bytes, full_time = base.chain, (*bytes, *base.bytes), base.full_time
+    elif parents:  # This rank has written all of its tables into the delta of others.
+        bytes = (*(0 for _ in parents), *bytes)
+    memory.newest = ChainLink(committed.parent, parents, tables, bytes, full_time)
+
+
+def _result(job: SaveJob, committed: Committed) -> SaveResult:
+    seconds = time.perf_counter() - job.begun
+    written = committed.written
+    return SaveResult(
+        step=job.step,
+        kind="delta" if committed.parents else "full",
+        path=job.target.root.path,
+        fallback=job.fallback,
+        stall_seconds=job.stall_seconds if job.staged is not None else seconds,
+        step_wait_seconds=0.0 if job.pending is None else job.pending.steps.waited_seconds,
+        seconds=seconds,
+        bytes_logical=job.plan.logical_bytes + sum(table.payload_bytes for table in job.captured),
+        bytes_written=committed.bytes_written,
+        rows_count=sum(facts.rows_count for facts in written.tables),
+        rows_copied=sum(facts.rows_count for facts in job.plan.tables)
+        + sum(table.copied_count for table in job.captured),
+        missed_ids={table: tuple(ids[:MISSED_IDS_MAX].tolist()) for table, ids in written.missed.items()},
+        waits_for=committed.waits_for,
     )
-
-
-def _start_retention(job: SaveJob) -> None:
-    target, step = job.target, job.step
-
-    def protected() -> set[int]:
-        newest = target.memory.newest  # The next delta may build upon it.
-        return {
-            step,
-            *newest_verified(target.root, target.commits.heads),
-            *(() if newest is None else (newest.parent.step,)),
-        }
-
-    timed = job.recorder.span("retention")
-    started = start_retention(target.commits, target.options.keep, protected=protected, held=timed)
-    if started is not None:
-        target.memory.retention = started
-        target.memory.behind.append(started)
-
-
-async def _let_retention_catch_up(job: SaveJob) -> None:
-    """Wait for the oldest of too many retentions: on a disk that saves faster than it removes they would never end.
-
-    Other ranks wait meanwhile, so not until they call this one silent.
-    """
-    behind, share = job.target.memory.behind, job.cut.share
-    while behind and behind[0].done():
-        behind.popleft()
-    if len(behind) < RETENTIONS_BEHIND_MAX:
-        return
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-    def wake(_: object) -> None:
-        with suppress(RuntimeError):  # The loop has ended before.
-            loop.call_soon_threadsafe(ended.set)
-
-    behind[0].add_done_callback(wake)
-    silence_s = RETENTION_WAIT_S_MAX if share is None else share.ranks.limits.silence_s / 2
-    with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(ended.wait(), min(silence_s, RETENTION_WAIT_S_MAX))

@@ -4,56 +4,101 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from asyncckpt.commit.attempt import Claim, body_structure
+from asyncckpt.commit.attempt import Claim, body_structure, claims
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Commits
-from asyncckpt.devices.host_copies import Pending
-from asyncckpt.engine.process.event_line import EventLine
 from asyncckpt.engine.process.future import FutureState, SaveFuture
-from asyncckpt.engine.process.half_filled import half_filled
 from asyncckpt.engine.process.save_lock import Ticket
-from asyncckpt.engine.ranks.replicas import WrittenByPeers
-from asyncckpt.engine.ranks.saver_ranks import Ranks
-from asyncckpt.engine.save.delta_chain import ChainLink, Choice
-from asyncckpt.engine.save.device_stage import StepFences
-from asyncckpt.engine.save.state_cut import Cut
-from asyncckpt.engine.upload.uploads import Uploads
+from asyncckpt.engine.save.feature import SaveFeature
+from asyncckpt.engine.save.state_cut import NOTHING_BY_PEERS, ByPeers, Cut
 from asyncckpt.errors import SaveCancelledError, UsageError
 from asyncckpt.format.manifest import FileFacts, ParentFacts, SaveTimes
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.write_manifest import BodyTemplate
 from asyncckpt.model.block import TableFacts
-from asyncckpt.model.event import Recorder, unix_time
-from asyncckpt.model.table import Table
-from asyncckpt.native import I64, U8
-from asyncckpt.options import SaveOptions
-from asyncckpt.pipeline.filters import FilterFunction
-from asyncckpt.pipeline.fingerprints import RowFingerprints
-from asyncckpt.pipeline.row_filters import RowFilter
+from asyncckpt.model.table import CutVersion, Table, TableSchema
+from asyncckpt.model.table_shard import Shard
+from asyncckpt.native import I64, U8, Progress
+from asyncckpt.options import BusyPolicy, SaveKind, SaveOptions
 from asyncckpt.plan.kept_walk import KeptWalk
-from asyncckpt.plan.regions import CapturedTable, RegionCache, RegionFilesCache
+from asyncckpt.plan.regions import CapturedTable, RegionCache, RegionFilesCache, TableRows
 from asyncckpt.plan.save_plan import PlanCache, SavePlan
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
 
+if TYPE_CHECKING:
+    from asyncckpt.devices.host_copies import Pending
+    from asyncckpt.engine.save.device_stage import DeviceStage
+    from asyncckpt.model.event import EventName, Recorder
+    from asyncckpt.pipeline.filters import FilterFunction
+    from asyncckpt.pipeline.fingerprints import RowFingerprints
+    from asyncckpt.pipeline.row_filters import RowFilter
+    from asyncckpt.shard.files import ShardTarget
+
 WRITE_S_MAX = 0.25
 """How long a write to a tensor takes that has begun before it was copied."""
+
+
+# -- from save to save -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TableLink:
+    """A table as it is in a committed checkpoint. `fingerprints` where it has no marks and deltas are wanted."""
+
+    schema: TableSchema
+    shard: Shard
+    version: CutVersion | None
+    fingerprints: RowFingerprints | None
+
+    def is_of(self, schema: TableSchema, shard: Shard) -> bool:
+        """Return whether rows of a table like that can be laid over this one."""
+        return self.schema == schema and self.shard == shard
+
+
+@dataclass(frozen=True)
+class ChainLink:
+    """A committed checkpoint, upon which a delta may build: itself as a parent, its own parents, and its tables.
+
+    bytes: of this rank in each checkpoint of the chain, newest first. full_time: of the full one at the end.
+    """
+
+    parent: ParentFacts
+    parents: tuple[ParentFacts, ...]
+    tables: Mapping[str, TableLink]
+    bytes: tuple[int, ...]
+    full_time: float
+
+    @property
+    def chain(self) -> tuple[ParentFacts, ...]:
+        """The parents of a delta on top of it, newest first."""
+        return (self.parent, *self.parents)
+
+    def ending(self, count: int, *, full_bytes: int | None = None) -> ChainLink:
+        """Return the link when its chain ends with the checkpoint of this number, because that was compacted.
+
+        full_bytes: of this rank in it; None: as many as in the full one before.
+        """
+        if count == len(self.chain):
+            return self
+        end = self.bytes[-1] if full_bytes is None else full_bytes
+        return replace(
+            self, parents=self.parents[: count - 1], bytes=(*self.bytes[: count - 1], end), full_time=time.monotonic()
+        )
 
 
 @dataclass
 class SaverMemory:
     """What a Saver keeps from save to save.
 
-    newest     the newest checkpoint that it has committed, upon which the next delta builds
-    retention  the one that was begun last
-    behind     those that have perhaps not ended, the oldest first
+    newest       the newest checkpoint that it has committed, upon which the next delta builds
+    retention    the one that was begun last; None where nothing is removed
     half_loaded  the step that a Checkpointer has begun to fill the state with, until that has succeeded
     is_of_loop   whether it saves for a loop, which goes on as if nothing had failed, and not as it is told
     """
@@ -64,31 +109,34 @@ class SaverMemory:
     region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
     newest: ChainLink | None = None
     retention: Future[None] | None = None
-    behind: deque[Future[None]] = field(default_factory=deque)
     half_loaded: int | None = None
     is_of_loop: bool = False
 
 
 @dataclass(frozen=True)
 class SaveTarget:
-    """Where a Saver saves to, what and how: the same for all its saves. ranks: None when it saves alone. events: None
-    where nobody listens.
+    """Where a Saver saves to, what and how: the same for all its saves.
+
+    features  see feature.py; none of a plain Saver
+    claim     claims a step of the directory, or (None) the next one
     """
 
     commits: Commits
     options: SaveOptions
     tables: Mapping[str, Table]
     state: Mapping[str, Any]
-    filter_func: FilterFunction
-    filters: tuple[RowFilter, ...]
-    ranks: Ranks | None
-    step_fences: StepFences
     memory: SaverMemory
-    uploads: Uploads
-    events: EventLine | None = None
+    rank: int = 0
+    ranks_count: int = 1
+    filter_func: FilterFunction | None = None
+    filters: tuple[RowFilter, ...] = ()
+    features: tuple[SaveFeature, ...] = ()
+    claim: Callable[[WriteRoot, int | None], Claim] = claims.save
 
     def begin_anew(self) -> None:
         """Take the state for whole, whatever a load has left in it."""
+        from asyncckpt.engine.process.half_filled import half_filled  # Only loops need it.
+
         self.memory.half_loaded = None
         half_filled.forget(self.state, self.tables)
 
@@ -96,6 +144,8 @@ class SaveTarget:
         """Raise UsageError where a load that has failed has left parts of another step in the state."""
         step = self.memory.half_loaded
         if step is None and self.memory.is_of_loop:
+            from asyncckpt.engine.process.half_filled import half_filled
+
             step = half_filled.step_of(self.state, self.tables)
         if step is not None:
             raise UsageError(
@@ -104,43 +154,55 @@ class SaveTarget:
                 "above the newest step there, or in another directory",
             )
 
-    def tell_end(self, future: SaveFuture, name: Literal["save", "compaction"], begun: float) -> None:
-        """Let whoever listens know how a save ends."""
-        if self.events is not None:
-            future.before_done(
-                self.events.ended(name, step=future.step, begun=begun, path=self.root.path, rank=self.rank)
-            )
-
     @property
     def root(self) -> WriteRoot:
         return self.commits.root
 
     @property
-    def rank(self) -> int:
-        return 0 if self.ranks is None else self.ranks.rank
+    def is_filtered(self) -> bool:
+        return self.filter_func is not None or bool(self.filters)
+
+
+# -- one save ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveCall:
+    """What a save was asked for. staged: the call returns when the state is captured, else when the save has ended.
+
+    number: of the call, where several ranks save. progress: counts what is written, for whoever cannot ask the future
+    before it is returned. features: in place of those of the Saver.
+    """
+
+    step: int | None
+    kind: SaveKind
+    metadata: Json
+    busy: BusyPolicy
+    staged: bool
+    number: int | None = None
+    progress: Progress | None = None
+    features: tuple[SaveFeature, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Staged:
     """A snapshot in an arena: the plan's image from `base` on, and the regions of `tables`, all before it.
 
-    pending: what devices still copy into it.
+    pending: what is still copied into it; None: nothing.
     """
 
     arena: Arena
-    base: int
-    tables: tuple[CapturedTable, ...]
-    pending: Pending
+    base: int = 0
+    tables: tuple[CapturedTable, ...] = ()
+    pending: Pending | None = None
 
     def give_back(self) -> None:
         """Let others have the arena, when nothing writes to it any more."""
         try:
-            self.pending.steps.drop()
-            self.pending.settle()
-        except Exception:
-            pass  # Whoever waits for the snapshot gets the error.
+            if self.pending is not None:
+                self.pending.end()
         finally:
-            if not self.pending.steps.is_whole:
+            if self.pending is not None and not self.pending.steps.is_whole:
                 self.arena.contents = None
             pool.release(self.arena)
 
@@ -149,27 +211,39 @@ class Staged:
 class SaveJob:
     """One save. `staged` is None for a blocking save, which keeps its cut unfenced.
 
-    begun   time of the call, by the performance counter
-    plan    of what is not in regions
-    choice  full or delta, and the rows of every table by its number among the cuts
-
-    begun_us: so long after the call the background has begun with it. staged_at: when all was copied, by the monotonic
-    clock.
+    begun          time of the call, by the performance counter
+    write, commit  how it is written and committed: write_files.py, run_save.py, unless a feature does it otherwise
+    rows           of each table by its number among the cuts
+    base, newest   what it builds upon as a delta, None: it is full; and the newest committed checkpoint at the call
+    plan           of what is not in regions
+    captured       the tables in regions of the arena
+    by_peers       what has been captured, and other ranks write
+    copies         with which the state is captured; None: as it is, of the host or of devices
+    begun_us       so long after the call the background has begun with it
+    staged_at      when all was copied, by the monotonic clock
     """
 
     target: SaveTarget
+    call: SaveCall
     ticket: Ticket
     claim: Claim
-    future: SaveFuture
     begun: float
-    plan: SavePlan
-    choice: Choice
-    values: tuple[Json, ...]
-    metadata: Json
-    cut: Cut
-    staged: Staged | None
-    fallback: str | None
-    recorder: Recorder
+    future: SaveFuture
+    write: Callable[[SaveJob, ShardTarget], Written]
+    commit: Callable[[SaveJob], Awaitable[Committed | SkippedByPeer]]
+    recorder: Recorder | None = None
+    features: tuple[SaveFeature, ...] = ()
+    cut: Cut = field(default_factory=Cut)
+    rows: tuple[TableRows, ...] = ()
+    base: ChainLink | None = None
+    newest: ChainLink | None = None
+    plan: SavePlan = field(init=False)
+    values: tuple[Json, ...] = ()
+    copies: DeviceStage | None = None
+    staged: Staged | None = None
+    captured: tuple[CapturedTable, ...] = ()
+    by_peers: ByPeers = NOTHING_BY_PEERS
+    fallback: str | None = None
     stall_seconds: float = 0.0
     begun_us: int = 0
     staged_at: float = 0.0
@@ -179,41 +253,47 @@ class SaveJob:
         return self.claim.step
 
     @property
-    def captured(self) -> tuple[CapturedTable, ...]:
-        """The tables in regions of the arena."""
-        return () if self.staged is None else self.staged.tables
+    def pending(self) -> Pending | None:
+        """What is still copied into the arena, or was; None where nothing is copied after the call."""
+        return None if self.staged is None else self.staged.pending
 
-    @property
-    def by_peers(self) -> WrittenByPeers | None:
-        """What has been captured, and other ranks write; None when there is nothing."""
-        return None if self.cut.share is None else self.cut.share.by_peers or None
+    def note(self, name: EventName, begun: float, ended: float | None = None) -> None:
+        """Note a span of the save that ends now, or has, where somebody listens."""
+        if self.recorder is not None:
+            self.recorder.note(name, begun, ended)
 
     def since_call_us(self) -> int:
         return round(1e6 * (time.perf_counter() - self.begun))
 
     def times(self) -> SaveTimes:
         """Return what the manifest says of the time this save has taken. Called when the shard files are written."""
+        written_us = self.since_call_us()
         return SaveTimes(
-            called_us=max(0, round(1e6 * unix_time(self.begun))),
+            called_us=max(0, round(1e6 * time.time()) - written_us),
             stall_us=None if self.staged is None else round(1e6 * self.stall_seconds),
             begun_us=self.begun_us,
-            written_us=self.since_call_us(),
+            written_us=written_us,
         )
 
-    async def let_writes_end(self) -> None:
-        """Wait for writes to what no step has asked for, as long as one may take: torch counts them when they end."""
-        until = self.staged_at + WRITE_S_MAX
-        while self.staged is not None and self.staged.pending.steps.is_open and time.monotonic() < until:
-            await asyncio.sleep(0.01)
+    async def begin_commit(self) -> None:
+        """Enter the commit. Writes to what no step has asked for end first: torch counts them when they end."""
+        pending = self.pending
+        if pending is not None:
+            until = self.staged_at + WRITE_S_MAX
+            while pending.steps.is_open and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            pending.steps.close()
+        self.enter(FutureState.COMMITTING)
 
     def enter(self, state: FutureState) -> None:
         """Enter the next state, unless the save was cancelled, or refused because the state was changed too early."""
-        if self.staged is not None:
-            if state is FutureState.COMMITTING:
-                self.staged.pending.steps.close()
-            self.staged.pending.steps.check()
+        if self.pending is not None:
+            self.pending.steps.check()
         if not self.future.enter(state):
             raise SaveCancelledError(f"save of step {self.step} was cancelled")
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -221,8 +301,9 @@ class Written:
     """Shard files on disk, and what the manifest says of their blocks: digests with those of leaves.
 
     tables: as they are in the checkpoint. dense_structure: a digest of what the manifest says of dense tensors but
-    their digests, where it is known without looking at each. fingerprints, missed: see row_fingerprints.Selections.
-    holds_all: the user's filter has left out no tensor, and renamed none.
+    their digests, where it is known without looking at each. fingerprints: of the rows of tables that are compared.
+    missed: by table the ids of rows that were changed without a mark. holds_all: the user's filter has left out no
+    tensor, and renamed none.
     """
 
     files: tuple[FileFacts, ...]
@@ -262,3 +343,11 @@ class Committed:
     def bytes_written(self) -> int:
         """By this rank."""
         return sum(file.bytes for file in self.written.files) + self.manifest_bytes
+
+
+@dataclass(frozen=True)
+class SkippedByPeer:
+    """All ranks skip a save that one of them skips."""
+
+    rank: int | None
+    cause: str

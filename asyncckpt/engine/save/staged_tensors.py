@@ -25,7 +25,7 @@ import torch
 
 from asyncckpt.devices.current_runtime import check_not_capturing, device_of
 from asyncckpt.devices.host_copies import Pending
-from asyncckpt.engine.save.device_stage import host_copies, launch
+from asyncckpt.engine.save.device_stage import DeviceStage
 from asyncckpt.errors import DeadlineError, DeviceError
 from asyncckpt.native import I64, U8, U64, core
 from asyncckpt.options import SaveOptions
@@ -166,11 +166,11 @@ def copy_pieces(
     tensors: those that nobody else can give another form. threads: of the host's copy, 0: all cores. UsageError inside
     the capture of a graph, and for a storage that is gone; DeviceError.
     """
-    copies = host_copies(options)
+    copies = DeviceStage(options)
     put_by_torch(pieces, look(tensors, ways, name=name), copies, memory)
     live = look(tensors, ways, name=name)
     core.copy(list_pieces(pieces, live, copies, memory), threads=threads)
-    return copies.launch() if arena is None else launch(copies, arena, options)
+    return copies.launch() if arena is None else copies.launch_into(arena)
 
 
 def lent_arena(begins: U64) -> LentArena | None:

@@ -1,111 +1,88 @@
-"""The caller's half of a save: lock, plan, cut, capture, fence. The other half is run_save, in the background."""
+"""The caller's half of a save: lock, claim, cut, plan, capture, fence. The background half is run_save.py."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.commit.attempt import Claim, claims
-from asyncckpt.devices.current_runtime import check_not_capturing
-from asyncckpt.devices.fetch import wait_for
+from asyncckpt.commit.attempt import Claim
 from asyncckpt.engine.process.background import Job, background, check_may_wait
-from asyncckpt.engine.process.event_loop import check_may_block_here, check_may_wait_for, check_may_wait_here
+from asyncckpt.engine.process.event_loop import check_may_block_here, check_may_wait_for
 from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
-from asyncckpt.engine.ranks.in_turn import claim_in_turn
-from asyncckpt.engine.ranks.saver_ranks import announce_skipped
-from asyncckpt.engine.save.delta_chain import ChainLink, Choice, choose_kind
-from asyncckpt.engine.save.device_stage import host_copies, launch
-from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
-from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
-from asyncckpt.engine.save.stage_choice import StageChoice, check_audited, choose_stage, unstaged
+from asyncckpt.engine.save.run_save import commit_alone, end_save, fail_save, run_save
+from asyncckpt.engine.save.save_job import SaveCall, SaveJob, SaveTarget
+from asyncckpt.engine.save.stage import choose_stage, fill_arena, unstaged
 from asyncckpt.engine.save.state_cut import Cut
-from asyncckpt.errors import ConflictError, UsageError, warn
+from asyncckpt.engine.save.write_files import write_planned
+from asyncckpt.errors import UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
-from asyncckpt.model.event import Recorder
-from asyncckpt.model.row_places import ArenaContents, TableContents
-from asyncckpt.native import Progress
-from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
+from asyncckpt.model.torch_use import check_not_traced, uses_devices
+from asyncckpt.options import SAVE_DEADLINE_S
+from asyncckpt.plan.regions import TableRows
 from asyncckpt.signals import wait_until_done
-from asyncckpt.snapshot.capture import capture
-from asyncckpt.snapshot.table_capture import TableCapture
-from asyncckpt.staging.pool import pool
 
 
-def start_save(
-    target: SaveTarget,
-    *,
-    step: int | None,
-    kind: SaveKind,
-    metadata: Mapping[str, Any] | None,
-    busy: BusyPolicy,
-    staged: bool,
-    call: int | None = None,
-    progress: Progress | None = None,
-) -> SaveFuture:
-    """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended.
-
-    call: its number, when several ranks save. They have to learn of it when it fails here. progress: counts what is
-    written, for whoever cannot ask the future before it is returned.
-    """
+def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
+    """Begin a save; of several ranks, all have to learn of it when it fails here."""
     begun = time.perf_counter()
     target.commits.check_not_in_doubt()
     target.check_whole()
-    check_not_capturing("a save")
-    if not staged:
+    check_not_traced("a save")
+    if uses_devices():
+        from asyncckpt.devices.current_runtime import check_not_capturing  # Where there are none, nothing of them is.
+
+        check_not_capturing("a save")
+    if not call.staged:
         check_may_wait("a blocking save")
-    encoded = encode_metadata(metadata)
-    if target.options.keep is not None and target.rank == 0:  # Its metadata counts.
-        target.options.keep.check_metadata(metadata)
-    if target.ranks is None and not (target.tables or target.state or encoded):
+    if target.ranks_count == 1 and not (target.tables or target.state or call.metadata):
         raise UsageError("there is nothing to save", hint="give the Saver hashtables or tensors")
-    put_event = None if target.events is None else target.events.put
-    recorder = Recorder(put_event, target.root.path, rank=target.rank)
-    ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
-    before_wait = check_may_wait_for if staged else lambda other: None
+    path, step = target.root.path, call.step
+    ticket = Ticket(kind="save", path=path, step=step, thread=threading.get_ident())
     waiting = time.perf_counter()
-    is_taken = save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
-    recorder.note("lock", waiting)
-    if not is_taken:
-        if call is not None:
-            assert target.ranks is not None
-            announce_skipped(target.ranks, call)
-        future = SaveFuture(step=step, path=target.root.path, what="skipped save")
+    before_wait = check_may_wait_for if call.staged else lambda other: None
+    if not save_lock.acquire(ticket, on_busy=call.busy.action, deadline_s=call.busy.deadline, before_wait=before_wait):
+        for feature in target.features:
+            feature.skipped(call.number)
+        future = SaveFuture(step=step, path=path, what="skipped save")
         seconds = time.perf_counter() - begun
         future.skip(seconds=seconds, stall_seconds=seconds)
         return future
+    locked = time.perf_counter()
     claim: Claim | None = None
     job: SaveJob | None = None
     work: Job | None = None
     pid = os.getpid()
     try:
-        ranks, root = target.ranks, target.root
-        claim = claim_in_turn(ranks, root, step) if ranks is not None and ranks.in_turn else claims.save(root, step)
-        ticket.step = recorder.step = step = claim.step
-        job = saving = _begin(
-            target, ticket, claim, kind, encoded, recorder,
-            staged=staged, deadline_s=busy.deadline, begun=begun, call=call,
+        claim = target.claim(target.root, step)
+        ticket.step = step = claim.step
+        future = SaveFuture(step=step, path=path, what=f"save of step {step}")
+        job = saving = SaveJob(
+            target, call, ticket, claim, begun, future, write=write_planned, commit=commit_alone,
+            features=target.features if call.features is None else call.features,
         )  # fmt: skip
-        if progress is not None:
-            job.future.native_progress = progress
+        if call.progress is not None:
+            future.native_progress = call.progress
+        for feature in job.features:
+            feature.begin(job)
+        job.note("lock", waiting, locked)
+        _capture(job)
         work = Job(run=lambda: run_save(saving), fail=lambda error: fail_save(saving, error))
         job.stall_seconds = time.perf_counter() - begun
         if pid != os.getpid():
             raise UsageError("the state forked a child, which goes on with its parent's save", hint="end it there")
         is_captured = job.staged is not None
-        if job.staged is not None and not job.staged.pending.steps.is_copied:
-            background.submit(target.step_fences.copy_job(job.staged.pending))
-        recorder.note("call", begun)
+        job.note("call", begun)
         background.submit(work)
         save_lock.hand_over(ticket, is_captured=is_captured)
         if not is_captured:  # The background reads what the caller owns.
-            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
-        return job.future
+            wait_until_done(future._inner, SAVE_DEADLINE_S)
+        return future
     except BaseException as error:
         if job is None:
             if claim is not None:
@@ -136,156 +113,40 @@ def _call_back(job: SaveJob, work: Job | None) -> None:
             job.cut.hand_over()
 
 
-def _begin(
-    target: SaveTarget,
-    ticket: Ticket,
-    claim: Claim,
-    kind: SaveKind,
-    metadata: Json,
-    recorder: Recorder,
-    *,
-    staged: bool,
-    deadline_s: float,
-    begun: float,
-    call: int | None,
-) -> SaveJob:
-    options = target.options
-    memory = target.memory
+def _capture(job: SaveJob) -> None:
+    """Cut the state, choose how it is staged, and capture it, or wait until the background may read it."""
+    target, call = job.target, job.call
     cutting = time.perf_counter()
-    cut = Cut.begin(target.state, target.tables, target.ranks, call, audit=options.debug.audit, walk=memory.walk)
-    snapshot: Staged | None = None
-    try:
-        base = _hold_newest(target, claim)
-        policy, audit = options.deltas, options.debug.audit
-        if base is not None and (kind == "delta" or (kind == "auto" and policy is not None)):
-            base = _look(target, base, kind)
-        choice = Choice(base=None, newest=base, tables=cut.all_rows())
-        if kind == "delta" or policy is not None or audit:
-            # What is in flight beside this one may be the save that a delta builds upon.
-            may_settle = target.ranks is not None and len(save_lock.in_flight()) > 1
-            choice = choose_kind(
-                choice, cut, step=claim.step, kind=kind, policy=policy, audit=audit, may_settle=may_settle
-            )
-        if choice.base is None:
-            claim.parents.clear()
-        staged = staged or audit  # The rows that are compared are those in an arena.
-        stage = choose_stage(target, cut, choice) if staged else unstaged(target, cut)
-        if audit:
-            check_audited(cut, stage)
-        values = cut.flat.encoded_values()
-        if stage.fallback is not None:
-            check_may_wait("a save that does not fit the memory limit")
-            check_may_block_here(stage.fallback)
-            warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
-        recorder.note("cut", cutting)
-        if staged and stage.fallback is None:
-            capturing = time.perf_counter()
-            snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
-            cut.fence()
-            recorder.note("capture", capturing)
-        else:  # The background reads what this thread has queued for its devices.
-            wait_for(cut.tensors(), streams=options.device.streams)
-        future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
-        if snapshot is not None:
-            future.expect_copies(snapshot.pending)
-        return SaveJob(
-            target=target,
-            ticket=ticket,
-            claim=claim,
-            future=future,
-            begun=begun,
-            plan=stage.plan,
-            choice=choice,
-            values=values,
-            metadata=metadata,
-            cut=cut,
-            staged=snapshot,
-            fallback=stage.fallback,
-            recorder=recorder,
-        )
-    except BaseException:
-        try:
-            if snapshot is not None:
-                snapshot.give_back()
-        finally:
-            cut.give_up()
-        raise
+    job.cut = Cut.begin(target.state, target.tables, job.features, call=call.number, walk=target.memory.walk)
+    job.rows = tuple(map(TableRows, range(len(job.cut.tables))))
+    for feature in job.features:
+        feature.chosen(job)
+    # The rows that an audit compares are those in an arena.
+    is_staged = call.staged or target.options.debug.audit
+    is_delta = job.base is not None
+    stage = choose_stage(target, job.cut, job.rows, is_delta=is_delta) if is_staged else unstaged(target, job.cut)
+    for feature in job.features:
+        feature.planned(job, stage)
+    job.plan, job.fallback = stage.plan, stage.fallback
+    job.values = job.cut.flat.encoded_values()
+    if stage.fallback is not None:
+        check_may_wait("a save that does not fit the memory limit")
+        check_may_block_here(stage.fallback)
+        warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
+    job.note("cut", cutting)
+    if is_staged and stage.fallback is None:
+        capturing = time.perf_counter()
+        fill_arena(job, stage)
+        for feature in job.features:
+            feature.captured(job)
+        job.cut.fence()
+        if job.pending is not None:
+            job.future.expect_copies(job.pending)
+        job.note("capture", capturing)
+    elif uses_devices():  # The background reads what this thread has queued for its devices.
+        from asyncckpt.devices.fetch import wait_for
 
-
-def _hold_newest(target: SaveTarget, claim: Claim) -> ChainLink | None:
-    """Return the newest link of the chain. Retention keeps its checkpoint from now on, whatever commits meanwhile."""
-    while True:
-        newest = target.memory.newest
-        claim.parents[:] = [] if newest is None else [newest.parent.step]
-        if target.memory.newest is newest:
-            return newest
-
-
-def _look(target: SaveTarget, base: ChainLink, kind: SaveKind) -> ChainLink | None:
-    """Return what a delta can build upon now: the chain down to what was compacted since, or None, with a warning,
-    where others have removed some of it. ConflictError for a delta that was asked for.
-
-    Of several ranks, rank 0 looks again when all have called (rank_save.py), and what it sees counts.
-    """
-    try:
-        heads = target.commits.chain.look(base.chain)
-    except ConflictError as error:
-        if kind == "delta":
-            raise
-        if target.rank == 0:
-            warn(f"asyncckpt: {error.what}; this save is a full one", RuntimeWarning)
-        return None
-    end = heads[-1]
-    full_bytes = None if end is None else sum(file.bytes for file in end.files if file.rank == target.rank)
-    return base.ending(len(heads), full_bytes=full_bytes)
-
-
-def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *, deadline_s: float) -> Staged:
-    options = target.options
-    layout = stage.layout
-    copies = host_copies(options, target.step_fences)
-    arena = pool.acquire(
-        stage.arena_bytes,
-        deadline_s=deadline_s,
-        limit_bytes=options.host_memory_limit,
-        layout=layout,
-        before_wait=lambda: check_may_wait_here("a staging arena", holding=pool.guard),
-    )
-    try:
-        held = {} if arena.contents is None else arena.contents.tables
-        arena.contents = None  # Until all of it is there.
-        image = arena.view()
-        tables = [
-            TableCapture(
-                cut.tables[region.table],
-                region,
-                choice.tables[region.table],
-                held=held.get(region.name),
-                image=image,
-                compare=options.device.fingerprints and layout is not None,
-            )
-            for region in stage.regions.tables
-        ]
-        base = stage.regions.bytes
-        capture(stage.plan, cut.flat, cut.tables, image=image[base:], copies=copies, tables=tables)
-        pending = launch(copies, arena, options)
-        target.step_fences.expect(pending)
-        if layout is not None:
-            arena.contents = ArenaContents(layout=layout, tables=_contents(tables))
-        arena.seal()
-        return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
-    except BaseException:  # An interrupt may come when devices write to the arena already.
-        Staged(arena=arena, base=0, tables=(), pending=copies.pending).give_back()
-        raise
-
-
-def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
-    """Return what a later save can bring up to date."""
-    return {
-        table.name: TableContents(version=table.version, places=table.places, fingerprints=table.fingerprints)
-        for table in tables
-        if table.places is not None and (table.version is not None or table.fingerprints)
-    }
+        wait_for(job.cut.tensors(), streams=target.options.device.streams)
 
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> Json:

@@ -10,113 +10,88 @@ from typing import Any
 
 import torch
 
-from asyncckpt.engine.ranks.holdings import held_by, is_replicated
-from asyncckpt.engine.ranks.replicas import NOTHING_BY_PEERS, ReplicaList, WrittenByPeers
-from asyncckpt.engine.ranks.saver_ranks import Ranks
+from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.errors import closing_beside
-from asyncckpt.model.table import CutVersion, IdsHeld, Table, TableCut, hands_over, is_overlaid, tracks_rows
+from asyncckpt.model.table import CutVersion, Table, TableCut, hands_over, is_overlaid, tracks_rows
 from asyncckpt.plan.kept_walk import KeptWalk
-from asyncckpt.plan.regions import TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
 
 
-@dataclass
-class RankShare:
-    """This rank's part of a save of several ranks.
+@dataclass(frozen=True)
+class ByPeers:
+    """What other ranks write: numbers of leaves, and names of tables."""
 
-    call      the number of the save
-    replicas  what other ranks may hold too
-    left_out  what the cut leaves to other ranks; None: it is not known yet what they write, all is captured
-    ids_held  what replicated tables hold, also those that are left out
-    by_peers  what has been captured all the same, and other ranks write
-    """
+    leaves: frozenset[int] = frozenset()
+    tables: frozenset[str] = frozenset()
 
-    ranks: Ranks
-    call: int
-    replicas: ReplicaList
-    left_out: WrittenByPeers | None
-    ids_held: dict[str, IdsHeld] = field(default_factory=dict)
-    by_peers: WrittenByPeers = NOTHING_BY_PEERS
 
-    @property
-    def is_known(self) -> bool:
-        return self.left_out is not None
+NOTHING_BY_PEERS = ByPeers()
 
 
 @dataclass
 class Cut:
     """The live state of one step, frozen: valid until `fence`.
 
-    versions  of the cuts of all tables that have marks
-    share     None of a Saver that saves alone
+    versions   of the cuts of all tables that have marks
+    left_out   what other ranks write, and is not captured
+    undecided  tables of which it is not known yet which rank writes them
+    open_ids   tables of which other ranks may hold the same ids, as is found out before anything is written
+    share      what the ranks of a save note of their cut; None of a Saver that saves alone
     """
 
-    flat: FlatState
-    tables: list[CutTable]
+    flat: FlatState = field(default_factory=FlatState)
+    tables: list[CutTable] = field(default_factory=list)
     versions: Mapping[str, CutVersion] = field(default_factory=dict)
-    share: RankShare | None = None
+    left_out: ByPeers = NOTHING_BY_PEERS
+    undecided: frozenset[str] = frozenset()
+    open_ids: frozenset[str] = frozenset()
+    share: object = None
     fenced: bool = False
 
     @staticmethod
     def begin(
         state: Mapping[str, Any],
         tables: Mapping[str, Table],
-        ranks: Ranks | None,
-        call: int | None,
+        features: Sequence[SaveFeature] = (),
         *,
-        audit: bool = False,
+        call: int | None = None,
         walk: KeptWalk | None = None,
     ) -> Cut:
-        """Flatten the dense state and freeze every table, but (unless `audit`) for what other ranks write.
+        """Flatten the dense state and freeze every table, but for what features leave out.
 
-        walk: of earlier saves of this state.
+        walk: of earlier saves of this state. call: see SaveFeature.flattened.
         """
-        cut = Cut(flat=flatten(state) if walk is None else walk.flatten(state), tables=[])
+        cut = Cut(flat=flatten(state) if walk is None else walk.flatten(state))
         try:
-            left_out = None
-            if ranks is not None:
-                listed = ranks.replicas.list_of(cut.flat, tables)
-                left_out = None if audit else ranks.replicas.by_peers(listed)
-                cut.share = RankShare(ranks, -1 if call is None else call, listed, left_out)
-            left = frozenset() if left_out is None else left_out.tables
+            for feature in features:
+                feature.flattened(cut, tables, call)
             if tables:  # These are waited for, and what is planned then is the state as it is now.
                 cut.flat = cut.flat.held_still()
-            for name, table in sorted(tables.items(), key=lambda item: id(item[1])):  # See model/table.py.
-                own: TableCut | None = None
-                if name not in left:
-                    schema, own = table.schema(), table.begin_cut()
-                    cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=own))
-                if cut.share is not None and is_replicated(table):
-                    cut.share.ids_held[name] = held_by(table, own)
-            places = {name: place for place, name in enumerate(tables)}
-            cut.tables.sort(key=lambda item: places[item.name])
-            cut.versions = {item.name: item.cut.version for item in cut.tables if tracks_rows(item.cut)}
+                cut._freeze(tables)
+            for feature in features:
+                feature.frozen(cut)
         except BaseException as error:
             with closing_beside(error, "giving up the cut raised"):
-                cut.give_up()
+                cut.end(ok=False)
             raise
         return cut
 
-    @property
-    def leaves_by_peers(self) -> frozenset[int]:
-        """The leaves that are left to other ranks."""
-        left_out = None if self.share is None else self.share.left_out
-        return frozenset() if left_out is None else left_out.leaves
-
-    def all_rows(self) -> tuple[TableRows, ...]:
-        """Return every table, whole."""
-        return tuple(map(TableRows, range(len(self.tables))))
+    def _freeze(self, tables: Mapping[str, Table]) -> None:
+        for name, table in sorted(tables.items(), key=lambda item: id(item[1])):  # See model/table.py.
+            if name not in self.left_out.tables:
+                schema, own = table.schema(), table.begin_cut()
+                self.tables.append(CutTable(name=name, table=table, schema=schema, cut=own))
+        places = {name: place for place, name in enumerate(tables)}
+        self.tables.sort(key=lambda item: places[item.name])
+        self.versions = {item.name: item.cut.version for item in self.tables if tracks_rows(item.cut)}
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all live tensors: the dense ones, the storage of tables, their cache levels. Before the fence."""
         yield from self.flat.held
         for item in self.tables:
             for column in item.schema.columns:
-                yield item.cut.column(column.name)
-                cached = item.cut.cached_column(column.name) if is_overlaid(item.cut) else None
-                if cached is not None:
-                    yield cached
+                yield from levels_of(item.cut, column.name)
 
     def fence(self) -> None:
         """Let the live state change from here; nothing of the user's is held any longer."""
@@ -131,10 +106,6 @@ class Cut:
             if hands_over(item.cut):
                 item.cut.hand_over()
 
-    def give_up(self) -> None:
-        """End without a save."""
-        self.end(ok=False)
-
     def end(self, *, ok: bool) -> None:
         """Fence, if that has not been done, and let every table know how the save ended."""
         try:
@@ -144,8 +115,18 @@ class Cut:
             _call_all([partial(item.cut.end, ok) for item in tables])
 
 
+def levels_of(cut: TableCut, column: str) -> Iterator[torch.Tensor]:
+    """Yield a column of the storage of a table, and that of its cache level where there is one."""
+    yield cut.column(column)
+    cached = cut.cached_column(column) if is_overlaid(cut) else None
+    if cached is not None:
+        yield cached
+
+
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
     """Make every call, also if some raise; then raise an error of theirs."""
+    if not calls:
+        return
     with ExitStack() as left:
         for call in reversed(calls):
             left.callback(call)

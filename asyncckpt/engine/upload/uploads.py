@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from asyncckpt.commit.discover import is_committed, shown_steps
@@ -32,6 +33,8 @@ from asyncckpt.coordination.channel import Pauses
 from asyncckpt.engine.process.background import check_may_wait, uploaders
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.log import log_warning
+from asyncckpt.engine.save.feature import SaveFeature
+from asyncckpt.engine.save.save_job import Committed, SaveJob
 from asyncckpt.engine.upload.upload_attempt import AttemptGoneError, is_uploaded, upload_attempt
 from asyncckpt.errors import DeadlineError, IOFailedError, UnsupportedError, UsageError
 from asyncckpt.format.names import Attempt, upload_mark_name
@@ -48,14 +51,14 @@ PAUSE_S_MAX = 30.0
 PAUSE_FOR_RANK_0_S_MAX = 0.5
 
 
-class Uploads:
-    """See the module. An Uploader of commits (commit/transaction.py); without options there is nothing to do."""
+class Uploads(SaveFeature):
+    """See the module. An Uploader of commits (commit/transaction.py)."""
 
-    def __init__(self, path: Place, options: UploadOptions | None, *, rank: int = 0) -> None:
+    def __init__(self, path: Place, options: UploadOptions, *, rank: int = 0) -> None:
         self._path = path
         self._options = options
         self._is_by_others = rank > 0
-        self._store = None if options is None else _open_store(options)
+        self._store = _open_store(options)
         self._guard = Guard()
         self._waiting: deque[Attempt] = deque()
         self._left: deque[Attempt] = deque()
@@ -68,46 +71,38 @@ class Uploads:
         _all.add(self)
 
     @staticmethod
-    def open(path: Place, options: UploadOptions | None, *, rank: int, in_turn: bool) -> Uploads:
-        """Check the store, if this rank uploads to one. UnsupportedError, NotFoundError, IOFailedError, UsageError."""
-        if options is not None and isinstance(path, StoreUrl):
+    def open(path: Place, options: UploadOptions, *, rank: int, in_turn: bool) -> Uploads:
+        """Check the store, if this rank uploads to it. UnsupportedError, NotFoundError, IOFailedError, UsageError."""
+        if isinstance(path, StoreUrl):
             raise UsageError("upload is for a directory on a disk", found=f"path {str(path)!r}", hint="leave it out")
-        if options is not None and in_turn:
+        if in_turn:
             raise UnsupportedError("upload is not for ranks that save in turn", hint="upload the directory afterwards")
         uploads = Uploads(path, options, rank=rank)
-        if uploads._store is not None and rank == 0:
+        if rank == 0:
             check_store(uploads._store)
         return uploads
 
     @property
-    def are_expected(self) -> bool:
-        """Whether what is committed is uploaded, by this rank or by rank 0."""
-        return self._store is not None
-
-    @property
     def uploader(self) -> Uploads | None:
-        """What commits tell of their attempts, if anything is to be uploaded."""
-        return None if self._store is None or self._is_by_others else self
+        """What commits tell of their attempts, if this rank uploads them."""
+        return None if self._is_by_others else self
 
-    def there(self) -> StoreRoot | None:
-        """Return the directory in the store, for readers; None where nothing is uploaded."""
-        return None if self._store is None else StoreRoot(self._store)
+    def there(self) -> StoreRoot:
+        """Return the directory in the store, for readers."""
+        return StoreRoot(self._store)
 
-    def go_on(self, root: WriteRoot, *, warns: bool) -> None:
-        """Upload what earlier Savers of the directory have left.
+    def go_on(self, root: WriteRoot) -> None:
+        """Upload what earlier Savers of the directory have left."""
+        for attempt in uploads_among(root.manifests.names()) if self.uploader is not None else ():
+            # Else it was killed before its commit, or another Saver of this process is about to commit it.
+            if is_committed(root, attempt.step) or not root.data.has_folder(attempt.directory):
+                self.upload(attempt)
 
-        warns: where this one uploads nothing, log how many steps wait; for one rank of all.
-        """
-        left = uploads_among(root.manifests.names()) if self.uploader is not None or warns else []
-        if self.uploader is not None:
-            for attempt in left:
-                # Else it was killed before its commit, or another Saver of this process is about to commit it.
-                if is_committed(root, attempt.step) or not root.data.has_folder(attempt.directory):
-                    self.committed(attempt)
-        elif left:
-            _warn_of_left(root, left)
+    def committed(self, job: SaveJob, committed: Committed) -> None:
+        """Let the future of a save wait until it is uploaded, by this rank or by rank 0."""
+        job.future.expect_upload(partial(self.wait_for, committed.attempt))
 
-    def committed(self, attempt: Attempt) -> None:
+    def upload(self, attempt: Attempt) -> None:
         """Upload an attempt, and then those that were left."""
         with self._guard:
             self._waiting.append(attempt)
@@ -160,7 +155,6 @@ class Uploads:
         return self._path
 
     def _wait_for_rank_0(self, attempt: Attempt, timeout: float, what: str) -> None:
-        assert self._store is not None
         until, pauses = time.monotonic() + timeout, Pauses(pause_s_max=PAUSE_FOR_RANK_0_S_MAX)
         with CheckpointRoot.for_reading(self._on_disk) as root:
             while root.manifests.exists(upload_mark_name(attempt)):
@@ -190,12 +184,11 @@ class Uploads:
 
     @property
     def _url(self) -> str:
-        return "nowhere" if self._options is None else self._options.url
+        return self._options.url
 
     # -- on a thread of `uploaders` ------------------------------------------------------------------------------------
 
     def _work_off(self) -> None:
-        assert self._options is not None
         goes_well, until = False, time.monotonic() + self._options.deadline
         while (attempt := self._next(with_left=goes_well)) is not None:
             if goes_well:
@@ -226,8 +219,6 @@ class Uploads:
 
     def _upload(self, attempt: Attempt, until: float) -> None:
         """Upload, and try again while that may help; `until` is that of the one before, where that has failed."""
-        assert self._store is not None
-        assert self._options is not None
         pause_s, options = FIRST_PAUSE_S, self._options
         while True:
             try:
@@ -253,7 +244,9 @@ class Uploads:
         future.set_exception(error)
 
 
-def _warn_of_left(root: WriteRoot, left: list[Attempt]) -> None:
+def warn_of_left(root: WriteRoot) -> None:
+    """Log how many steps of a directory wait to be uploaded, where nothing uploads them."""
+    left = uploads_among(root.manifests.names())
     steps = {one.step for one in left if is_committed(root, one.step) and root.data.has_folder(one.directory)}
     if steps:
         log_warning(

@@ -66,7 +66,7 @@ def save(
     names = check_names(columns, optimizer)
     begun = time.perf_counter()
     with save_lock.held("save", target, None, busy=BusyPolicy("wait")):
-        cut = Cut.begin(state, tables, None, None)
+        cut = Cut.begin(state, tables)
         is_written = False
         try:
             blocks = [block for item in cut.tables for block in _table_blocks(item, names, optimizer)]

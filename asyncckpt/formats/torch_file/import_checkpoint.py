@@ -11,6 +11,7 @@ from typing import Any
 from asyncckpt.commit.import_source import ImportSource, reading
 from asyncckpt.commit.removal import remove
 from asyncckpt.engine.load.verify import verify_new
+from asyncckpt.engine.save.save_job import SaveCall
 from asyncckpt.engine.save.start_save import start_save
 from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
 from asyncckpt.format.tree import encode_tree, tensor_names
@@ -90,11 +91,8 @@ def run_import(asked: Conversion) -> SaveResult:
     with Saver(
         path=str(asked.target), tensors=found.state, durability=durability, parallel=parallel, ranks=ranks
     ) as saver:
-        busy, progress = BusyPolicy("wait"), asked.progress
-        saving = start_save(
-            saver._target, step=asked.step, kind="full", metadata=None, busy=busy, staged=False, progress=progress
-        )
-        result = saving.result(SAVE_DEADLINE_S)
+        call = SaveCall(asked.step, "full", {}, BusyPolicy("wait"), staged=False, progress=asked.progress)
+        result = start_save(saver._target, call).result(SAVE_DEADLINE_S)
         try:
             source.check_still()
         except CorruptError:  # It is mapped, so what was committed is not what was looked at.
@@ -102,5 +100,5 @@ def run_import(asked: Conversion) -> SaveResult:
             remove(commits.root, commits.heads, [commits.heads.of_step(result.step).head.folder_name], lambda: True)
             raise
     if asked.verify:
-        verify_new(asked.target, result.step, progress)
+        verify_new(asked.target, result.step, asked.progress)
     return replace(result, seconds=time.perf_counter() - begun)

@@ -44,20 +44,20 @@ class Table:
 
 def cut_of(log: list[str], failing: str) -> Cut:
     tables: Any = {name: Table(name, log, failing) for name in NAMES}
-    return Cut.begin({}, tables, None, None)
+    return Cut.begin({}, tables)
 
 
 EVERY_FENCE, EVERY_END = [f"fence {name}" for name in NAMES], [f"end {name}" for name in NAMES]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("call", [Cut.fence, Cut.give_up, lambda cut: cut.end(ok=True)])
+@pytest.mark.parametrize("call", [Cut.fence, lambda cut: cut.end(ok=True)])
 def test_one_that_fails_to_fence_leaves_no_other_unfenced(name: str, call: Callable[[Cut], None]) -> None:
     log: list[str] = []
     cut = cut_of(log, f"fence {name}")
     with pytest.raises(IOFailedError, match=f"fence {name} failed"):
         call(cut)
-    cut.give_up()
+    cut.end(ok=False)
     assert log[len(NAMES) :] == EVERY_FENCE + EVERY_END
 
 
@@ -87,6 +87,6 @@ def test_tables_begin_in_one_order_whatever_that_of_their_names() -> None:
     log: list[str] = []
     tables: Any = {name: Table(name, log, "") for name in NAMES}
     for names in itertools.permutations(NAMES):
-        cut = Cut.begin({}, {name: tables[name] for name in names}, None, None)
+        cut = Cut.begin({}, {name: tables[name] for name in names})
         assert [item.name for item in cut.tables] == list(names)
     assert log == log[: len(NAMES)] * 6

@@ -55,7 +55,7 @@ def select_rows(job: SaveJob) -> Selections:
         if before is None:
             continue
         positions, removed = changed_since(now, before)
-        marked = job.choice.tables[number].marked
+        marked = job.rows[number].marked
         if marked is not None:
             assert table.places is not None
             marked_positions = table.places.of_rows(marked)
@@ -63,7 +63,7 @@ def select_rows(job: SaveJob) -> Selections:
             if len(unmarked):
                 missed[name] = now.ids[unmarked]
             positions = np.union1d(positions, marked_positions)
-        if job.choice.base is not None and name in job.choice.base.tables:
+        if job.base is not None and name in job.base.tables:
             rows[number] = Selection(positions=positions, removed=removed)
     return Selections(rows=rows, fingerprints=fingerprints, missed=missed)
 
@@ -74,7 +74,7 @@ def _is_compared(job: SaveJob, table: CapturedTable) -> bool:
     options = job.target.options
     if table.version is None:
         return options.deltas is not None
-    return options.debug.audit or job.choice.tables[table.region.table].is_lost
+    return options.debug.audit or job.rows[table.region.table].is_lost
 
 
 def _fingerprints(job: SaveJob, table: CapturedTable) -> RowFingerprints:
@@ -90,6 +90,6 @@ def _fingerprints(job: SaveJob, table: CapturedTable) -> RowFingerprints:
 
 def _comparable(job: SaveJob, table: CapturedTable) -> RowFingerprints | None:
     """Return those of the table in the last committed checkpoint; None if there is none, or it was another table."""
-    newest = job.choice.newest
+    newest = job.newest
     link = None if newest is None else newest.tables.get(table.facts.name)
     return link.fingerprints if link is not None and link.is_of(table.schema, table.facts.shard) else None

@@ -8,21 +8,28 @@ from asyncckpt.commit.discover import committed_steps, read_head
 from asyncckpt.commit.doubt import forget_after
 from asyncckpt.commit.foreign import check_may_begin
 from asyncckpt.commit.retention import remove_steps
+from asyncckpt.commit.root import StoreRoot
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.save.save_job import SaveTarget
+from asyncckpt.engine.upload.uploads import Uploads
 from asyncckpt.errors import UsageError
 from asyncckpt.format.strict_json import Json
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.signals import uninterrupted
 
 
-def choose_step(target: SaveTarget, step: int | None, *, discard_newer: bool) -> Json:
+def store_of(uploads: Uploads | None) -> StoreRoot | None:
+    """Return the directory in the store, for readers; None where nothing is uploaded."""
+    return None if uploads is None else uploads.there()
+
+
+def choose_step(target: SaveTarget, uploads: Uploads | None, step: int | None, *, discard_newer: bool) -> Json:
     """Return the step to load and, as the second item, the URL where it is not in the directory; None if there is none.
 
     Of several ranks, rank 0 asks. A directory without checkpoints that is uploaded has lost its disk, or is on another
     machine now: the store has them.
     """
-    root, there = target.root, target.uploads.there()
+    root, there = target.root, store_of(uploads)
     steps = committed_steps(root)
     is_there = not steps and there is not None
     if is_there:
@@ -53,7 +60,7 @@ def choose_step(target: SaveTarget, step: int | None, *, discard_newer: bool) ->
 
 
 @uninterrupted
-def go_back(target: SaveTarget, step: int) -> None:
+def go_back(target: SaveTarget, uploads: Uploads | None, step: int) -> None:
     """Discard all steps after this one, newest first and durably, when nothing of this Saver is in flight.
 
     Of several ranks, rank 0 discards them; all call this. The next save is a full one. Raises as `check_may_go_back`;
@@ -63,7 +70,8 @@ def go_back(target: SaveTarget, step: int) -> None:
     if target.rank == 0:
         _discard_after(target, step, dry_run=False)
         forget_after(target.commits.in_doubt, step)
-        target.uploads.discarded_after(step)
+        if uploads is not None:
+            uploads.discarded_after(step)
 
 
 def check_may_go_back(target: SaveTarget, step: int) -> None:

@@ -21,7 +21,9 @@ from queue import SimpleQueue
 from typing import Literal
 
 from asyncckpt.engine.process.log import log_exception, log_warning
-from asyncckpt.model.event import Event, unix_time
+from asyncckpt.engine.save.feature import SaveFeature
+from asyncckpt.engine.save.save_job import SaveJob
+from asyncckpt.model.event import Event, Recorder, unix_time
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.store_url import Place
 from asyncckpt.pipeline.threads import start_thread
@@ -35,7 +37,7 @@ CAUSES_MAX = 8
 EventFunction = Callable[[Event], object]
 
 
-class EventLine:
+class EventLine(SaveFeature):
     """The events of one Saver on their way to its function. `put` and `close` neither wait nor raise."""
 
     def __init__(self, on_event: EventFunction) -> None:
@@ -46,6 +48,9 @@ class EventLine:
         )
         start_thread(self._thread)
         _lines.add(self)
+
+    def begin(self, job: SaveJob) -> None:
+        job.recorder = Recorder(self.put, job.target.root.path, step=job.step, rank=job.target.rank)
 
     def put(self, event: Event) -> None:
         """Hand on an event, unless too many wait."""
@@ -62,12 +67,13 @@ class EventLine:
         """Return a function that hands on how a save has ended. It holds nothing of the Saver."""
         return partial(_ended, self, name, step, begun, path, rank)
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Wait until what was put has been taken; a warning when it was not in time. Returns at once where the function
         itself calls.
         """
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return
+        timeout = EVENTS_WAIT_S if timeout is None else timeout
         all_taken = threading.Event()
         self._queue.put(all_taken)
         # What is put behind `close` is taken by nobody.

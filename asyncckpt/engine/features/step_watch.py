@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.engine.save.step_hooks import listen
+from asyncckpt.engine.features.step_hooks import listen
 from asyncckpt.model.table import Table, TrainedInBackward
 
 

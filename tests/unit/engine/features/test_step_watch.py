@@ -12,7 +12,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.adapters import dense_state_of, tables_of
-from asyncckpt.engine.save.step_watch import StepWatch
+from asyncckpt.engine.features.step_watch import StepWatch
 from tests.adapters.fake_tbe import FakeTbe, Spec
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncckpt.engine.save.row_fingerprints import Selections
+from asyncckpt.engine.features.row_fingerprints import Selections
 from asyncckpt.engine.save.save_job import SaveJob
+from asyncckpt.engine.save.state_cut import NOTHING_BY_PEERS
 from asyncckpt.errors import UsageError
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, TableFacts
 from asyncckpt.model.row_runs import positions
@@ -40,6 +41,7 @@ def planned_blocks(job: SaveJob) -> list[StagedBlock]:
 def filter_blocks(job: SaveJob, blocks: list[StagedBlock]) -> list[StagedBlock]:
     """Run the user's function; return the same list if it changed nothing."""
     pid = os.getpid()
+    assert job.target.filter_func is not None
     left = run_filter(job.target.filter_func, [WriteBlock(block.spec, block.data.whole) for block in blocks])
     if pid != os.getpid():
         raise UsageError("filter_func forked a child, which goes on with its parent's save", hint="end it there")
@@ -56,7 +58,7 @@ def filter_blocks(job: SaveJob, blocks: list[StagedBlock]) -> list[StagedBlock]:
 def own_blocks(job: SaveJob, blocks: list[StagedBlock]) -> list[StagedBlock]:
     """Return the blocks that no other rank writes."""
     by_peers = job.by_peers
-    if by_peers is None:
+    if by_peers is NOTHING_BY_PEERS:
         return blocks
     planned = [_planned_spec(job, block) for block in blocks]
     return [
@@ -88,8 +90,8 @@ def table_facts(job: SaveJob, blocks: Sequence[StagedBlock]) -> dict[str, TableF
 
 def staged_tables(job: SaveJob, blocks: Sequence[StagedBlock], selections: Selections) -> list[StagedTable]:
     """Return all tables of this rank: those in regions, then those of the blocks."""
-    left_out = () if job.by_peers is None else job.by_peers.tables
-    regions = [_from_region(job, table, selections) for table in job.captured if table.facts.name not in left_out]
+    by_peers = job.by_peers.tables
+    regions = [_from_region(job, table, selections) for table in job.captured if table.facts.name not in by_peers]
     columns: dict[str, dict[str, list[StagedBlock]]] = {}
     for block in blocks:
         if block.spec.table is not None:
@@ -128,7 +130,7 @@ def _from_plan(job: SaveJob, facts: TableFacts, columns: Sequence[list[StagedBlo
     first = columns[0][0].number
     assert first is not None
     number, _ = job.plan.columns[first]
-    chosen, cut = job.choice.tables[number], job.cut.tables[number].cut
+    chosen, cut = job.rows[number], job.cut.tables[number].cut
     staged = tuple(sorted((_column(blocks) for blocks in columns), key=lambda column: column.spec.role is not Role.ID))
     if chosen.rows is None:
         return StagedTable(facts=facts, columns=staged, kept=None, removed=NO_IDS)

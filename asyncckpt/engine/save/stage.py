@@ -1,0 +1,191 @@
+"""Stage a save: choose how, and capture the state in an arena.
+
+    what fits the memory limit               host_level="auto"   "copy"    "first_touch"
+    everything                               arena               arena     arena, tables deferred
+    the caches, but not the host levels      deferred            blocking  deferred
+    not even that                            blocking            blocking  blocking
+
+A deferred table has only its cache level copied while training waits; its host level is exported behind the
+fence. A filter needs whole blocks, so with one no table is deferred; a table of which a delta writes some rows is
+not deferred either, and with audit=True none is.
+
+Tables whose columns are plain memory get regions in the arena (plan/regions.py), so that a full save need copy only
+the rows written since the arena was filled. What the user's own filter function sees are blocks of the plan, so with
+one there are no regions. Filters name tensors, so with any each of them has blocks of its own, whatever memory it
+shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from asyncckpt.engine.process.event_loop import check_may_wait_here
+from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
+from asyncckpt.engine.save.state_cut import Cut
+from asyncckpt.model.row_places import ArenaContents
+from asyncckpt.model.torch_use import uses_devices
+from asyncckpt.plan.regions import Regions, RegionWish, TableRows, plan_regions, row_bytes_of
+from asyncckpt.plan.save_plan import CutTable, SavePlan
+from asyncckpt.snapshot.capture import CopiesOnHost, capture
+from asyncckpt.staging.pool import pool
+
+if TYPE_CHECKING:
+    from asyncckpt.snapshot.table_capture import TableCapture
+
+NO_REGIONS = Regions(tables=(), bytes=0)
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """The plan of a save and its regions, which are before it in the arena.
+
+    layout    the regions, if a later save may bring them up to date
+    fallback  why it cannot be staged; None when it can
+    """
+
+    plan: SavePlan
+    regions: Regions = NO_REGIONS
+    layout: Regions | None = None
+    fallback: str | None = None
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.regions.bytes + self.plan.arena_bytes
+
+
+def device_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of the device that a tensor is on; None for the host and for unknown kinds of devices."""
+    if not uses_devices():
+        return None
+    from asyncckpt.devices.current_runtime import device_of as found  # Where all is on the host, it is not needed.
+
+    return found(tensor)
+
+
+# -- how ---------------------------------------------------------------------------------------------------------------
+
+
+def choose_stage(target: SaveTarget, cut: Cut, rows: Sequence[TableRows], *, is_delta: bool = False) -> StageChoice:
+    """Choose for a save that shall not block. rows: what it writes of each table, by its number among the cuts."""
+    options, limit = target.options, target.options.host_memory_limit
+    host_level = "copy" if options.debug.audit else options.device.host_level
+    last = _stage(target, cut, rows, is_delta, deferred=())
+    if host_level != "first_touch" and pool.fits(last.arena_bytes, limit_bytes=limit):
+        return last
+    deferred = [] if host_level == "copy" else _can_be_left_open(target, cut, rows)
+    if deferred or host_level == "first_touch":
+        last = _stage(target, cut, rows, is_delta, deferred=deferred)
+        if pool.fits(last.arena_bytes, limit_bytes=limit):
+            return last
+    shown = "a share of what is available" if limit is None else f"{limit} bytes"
+    return unstaged(target, cut, f"a snapshot of {last.arena_bytes} bytes does not fit the host memory limit ({shown})")
+
+
+def unstaged(target: SaveTarget, cut: Cut, fallback: str | None = None) -> StageChoice:
+    """Return the choice to write the live state while the caller waits."""
+    plans, shares = target.memory.plans, not target.is_filtered
+    plan = plans.plan(cut.flat, cut.tables, by_peers=cut.left_out.leaves, shares=shares)
+    return StageChoice(plan, fallback=fallback)
+
+
+def _can_be_left_open(target: SaveTarget, cut: Cut, rows: Sequence[TableRows]) -> list[str]:
+    if target.is_filtered:
+        return []
+    from asyncckpt.plan.deferred_tables import can_be_exported
+
+    some_rows = {cut.tables[chosen.table].name for chosen in rows if not chosen.is_whole}
+    left_out = some_rows | cut.undecided | cut.open_ids
+    names = (item.name for item in cut.tables if can_be_exported(item.cut, row_bytes_of(item.schema)))
+    return [name for name in names if name not in left_out]
+
+
+def _stage(
+    target: SaveTarget, cut: Cut, rows: Sequence[TableRows], is_delta: bool, *, deferred: Collection[str]
+) -> StageChoice:
+    wishes = [
+        RegionWish(
+            table=number,
+            name=item.name,
+            schema=item.schema,
+            rows_count=rows[number].count(item.cut.rows_count),
+            removed_count=len(rows[number].removed),
+        )
+        for number, item in enumerate(cut.tables)
+        if target.filter_func is None and item.name not in deferred and _is_plain(item)
+    ]
+    plan = target.memory.plans.plan(
+        cut.flat,
+        cut.tables,
+        deferred=deferred,
+        in_regions=[wish.name for wish in wishes],
+        by_peers=cut.left_out.leaves,
+        shares=not target.is_filtered,
+    )
+    if not wishes:
+        return StageChoice(plan)
+    if is_delta:
+        return StageChoice(plan, plan_regions(wishes))
+    regions = target.memory.regions.regions(wishes)
+    return StageChoice(plan, regions, regions if target.options.refreshes and regions.bytes else None)
+
+
+def _is_plain(item: CutTable) -> bool:
+    columns = (item.cut.column(column.name) for column in item.schema.columns)
+    return all(column.is_contiguous() and (column.is_cpu or device_of(column) is not None) for column in columns)
+
+
+# -- capture -----------------------------------------------------------------------------------------------------------
+
+
+def fill_arena(job: SaveJob, stage: StageChoice) -> None:
+    """Capture the state in an arena, or let devices and threads begin to: `staged` and `captured` of the job."""
+    options, layout, copies = job.target.options, stage.layout, job.copies
+    if copies is None and uses_devices():
+        from asyncckpt.engine.save.device_stage import DeviceStage  # See device_of.
+
+        copies = DeviceStage(options)
+    arena = pool.acquire(
+        stage.arena_bytes,
+        deadline_s=job.call.busy.deadline,
+        limit_bytes=options.host_memory_limit,
+        layout=layout,
+        before_wait=lambda: check_may_wait_here("a staging arena", holding=pool.guard),
+    )
+    job.staged = Staged(arena, base=stage.regions.bytes)
+    try:
+        contents, arena.contents = arena.contents, None  # Until all of it is there.
+        image, on_host = arena.view(), CopiesOnHost()
+        tables: Sequence[TableCapture] = ()
+        if stage.regions.tables:
+            from asyncckpt.snapshot.table_capture import TableCapture  # Which many states do not need.
+
+            held = {} if contents is None else contents.tables
+            tables = [
+                TableCapture(
+                    job.cut.tables[region.table],
+                    region,
+                    job.rows[region.table],
+                    held=held.get(region.name),
+                    image=image,
+                    copies=copies or on_host,
+                    compare=options.device.fingerprints and layout is not None,
+                )
+                for region in stage.regions.tables
+            ]
+        dense = image[stage.regions.bytes :]
+        capture(stage.plan, job.cut.flat, job.cut.tables, image=dense, copies=copies or on_host, tables=tables)
+        if copies is not None:
+            job.staged = replace(job.staged, pending=copies.launch_into(arena))
+        if layout is not None:
+            there = {table.name: table.contents for table in tables if table.contents is not None}
+            arena.contents = ArenaContents(layout=layout, tables=there)
+        arena.seal()
+        job.captured = tuple(table.captured for table in tables)
+    except BaseException:  # An interrupt may come when devices write to the arena already.
+        if copies is not None:
+            job.staged = replace(job.staged, pending=copies.pending)
+        raise
