@@ -95,6 +95,18 @@ NEIGHBOURS = {
     ("formats", "dcp"),  # The command line converts its checkpoints as those of other libraries.
     ("embcache", "saver"),  # Its Saver keeps one of these per folder and rank.
 }
+# The groups of engine/: a group imports from itself and from lower ones.
+GROUPS = {
+    "process": 0,
+    "inspect": 0,
+    "save": 1,
+    "load": 1,
+    "upload": 2,
+    "compact": 2,
+    "follow": 3,
+    "features": 3,
+    "ranks": 4,
+}
 MODEL_MAY_IMPORT = {"torch", "numpy"}
 # What reads or writes files; the names of `os` that format/ may use are none.
 FILE_MODULES = {"os", "io", "pathlib", "shutil", "tempfile", "mmap", "fcntl", "aiofiles", "glob", "fileinput"}
@@ -155,6 +167,33 @@ def test_every_room_has_a_floor() -> None:
 
 def test_imports_go_down() -> None:
     assert [text for path in modules() for text in violations(path)] == []
+
+
+def groups_imported(path: Path) -> list[str]:
+    """What a module of engine/ imports from groups that are not below its own."""
+    own = path.relative_to(PACKAGE / "engine").parts[0]
+    found = [(line, name.split(".")) for line, name in imports_of(path) if name.startswith("asyncckpt.engine.")]
+    return [
+        shown(path, line, f"({own}) imports {parts[2]}")
+        for line, parts in found
+        if parts[2] != own and GROUPS[parts[2]] >= GROUPS[own]
+    ]
+
+
+def test_groups_of_the_engine_import_down() -> None:
+    """Above all: the plain save knows no feature and no ranks."""
+    paths = [path for path in (PACKAGE / "engine").rglob("*.py") if path.parent != PACKAGE / "engine"]
+    assert {path.relative_to(PACKAGE / "engine").parts[0] for path in paths} == GROUPS.keys()
+    assert [text for path in paths for text in groups_imported(path)] == []
+
+
+def test_the_check_of_groups_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "asyncckpt" / "engine" / "save"
+    folder.mkdir(parents=True)
+    source = "if TYPE_CHECKING:\n    from asyncckpt.engine.ranks.replicas import Replicas\n"
+    (folder / "wrong.py").write_text(source)
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "asyncckpt")
+    assert len(groups_imported(folder / "wrong.py")) == 1
 
 
 def test_imports_are_absolute() -> None:

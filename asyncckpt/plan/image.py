@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +31,10 @@ from asyncckpt.native import I64, PAGE_BYTES, paged
 from asyncckpt.options import BLOCK_BYTES_MAX, FILE_TARGET_BYTES
 
 PAD_NAME = "#pad"
+
+
+# Given blocks, and at most how many files there may be: the numbers of the blocks of each file.
+Spread = Callable[[Sequence[BlockSpec], int], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,41 @@ class ImagePlan:
     pads: tuple[tuple[int, int], ...] = ()
 
 
-def plan_image(
-    specs: Sequence[BlockSpec], *, parallel: int, rank: int, first_file: int = 0, needs_file: bool = True
-) -> ImagePlan:
-    """Spread blocks over at most `parallel` files by bytes, and give the files their places in an arena.
+def spread_by_bytes(specs: Sequence[BlockSpec], parallel: int) -> list[list[int]]:
+    """Return the numbers of the blocks of each file: at least one file, at most one per FILE_TARGET_BYTES.
 
-    first_file: the number of the first file. needs_file: without blocks there is a file all the same.
+    The largest block goes first, into the emptiest file.
     """
-    members = _members(specs, parallel) if specs or needs_file else []
+    total = sum(spec.bytes for spec in specs)
+    count = max(1, min(parallel, len(specs), -(-total // FILE_TARGET_BYTES)))
+    members: list[list[int]] = [[] for _ in range(count)]
+    if count == 1:
+        members = [list(range(len(specs)))]
+    else:
+        loads = [(0, index) for index in range(count)]
+        for number in sorted(range(len(specs)), key=lambda n: (-specs[n].bytes, n)):
+            load, index = heapq.heappop(loads)
+            members[index].append(number)
+            heapq.heappush(loads, (load + specs[number].bytes, index))
+        members = [numbers for numbers in members if numbers]
+    return [sorted(numbers, key=lambda n: (-specs[n].alignment, n)) for numbers in members]
+
+
+def plan_image(
+    specs: Sequence[BlockSpec],
+    *,
+    parallel: int,
+    rank: int,
+    first_file: int = 0,
+    needs_file: bool = True,
+    spread: Spread = spread_by_bytes,
+) -> ImagePlan:
+    """Spread blocks over at most `parallel` files, and give the files their places in an arena.
+
+    first_file: the number of the first file. needs_file: without blocks there is a file all the same. spread: which
+    block goes into which file.
+    """
+    members = spread(specs, parallel) if specs or needs_file else []
     placed, blocks = place_files(specs, members, rank=rank, first_file=first_file)
     offsets = np.zeros(len(specs), dtype=np.int64)
     files: list[FilePlan] = []
@@ -92,7 +123,7 @@ def plan_apart(
     pads: list[BlockSpec] = []
     pad_places: list[tuple[int, int]] = []
     members_of_files, extents_of_files = [], []
-    for members in _members(specs, parallel) if specs else []:
+    for members in spread_by_bytes(specs, parallel) if specs else []:
         numbers: list[int] = []
         extents: list[tuple[int, int]] = []
         for number in members:
@@ -165,26 +196,6 @@ def key_of(spec: BlockSpec) -> str:
         return spec.name
     ranges = [f"{begin}:{begin + size}" for begin, size in zip(spec.begin, spec.shape, strict=True)]
     return f"{spec.name}[{','.join(ranges if spec.is_box else ranges[:1])}]"
-
-
-def _members(specs: Sequence[BlockSpec], parallel: int) -> list[list[int]]:
-    """Return the numbers of the blocks of each file: at least one file, at most one per FILE_TARGET_BYTES.
-
-    The largest block goes first, into the emptiest file.
-    """
-    total = sum(spec.bytes for spec in specs)
-    count = max(1, min(parallel, len(specs), -(-total // FILE_TARGET_BYTES)))
-    members: list[list[int]] = [[] for _ in range(count)]
-    if count == 1:
-        members = [list(range(len(specs)))]
-    else:
-        loads = [(0, index) for index in range(count)]
-        for number in sorted(range(len(specs)), key=lambda n: (-specs[n].bytes, n)):
-            load, index = heapq.heappop(loads)
-            members[index].append(number)
-            heapq.heappush(loads, (load + specs[number].bytes, index))
-        members = [numbers for numbers in members if numbers]
-    return [sorted(numbers, key=lambda n: (-specs[n].alignment, n)) for numbers in members]
 
 
 def _lengths(specs: Sequence[BlockSpec]) -> I64:

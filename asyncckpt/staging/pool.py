@@ -33,7 +33,7 @@ class PoolStatistics:
     touches_count: int
 
 
-@dataclass
+@dataclass(eq=False)
 class ArenaPool:
     """Hands out arenas, smallest sufficient first. Thread-safe; memory is touched outside its lock."""
 
@@ -137,6 +137,10 @@ class ArenaPool:
             return
         if self._may_add(bytes + headroom - arena.touched_bytes, limit_bytes):
             arena.ensure(bytes + headroom, threads=1)
+
+    def seal(self, arena: Arena) -> None:
+        """Note that a snapshot is complete in an arena, or on its way there."""
+        arena.seal()
 
     def lend(self, arena: Arena) -> None:
         """Let somebody keep a sealed arena for as long as he likes: saves go on with others."""

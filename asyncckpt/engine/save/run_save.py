@@ -22,7 +22,6 @@ from asyncckpt.engine.save.save_job import ChainLink, Committed, SaveJob, Skippe
 from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import ConflictError
 from asyncckpt.model.result import SaveResult
-from asyncckpt.staging.pool import pool
 
 MISSED_IDS_MAX = 100
 
@@ -69,7 +68,7 @@ def _touch_ahead(job: SaveJob) -> None:
         return
     try:
         limit_bytes = job.target.options.host_memory_limit
-        pool.touch_ahead(staged.arena, staged.base + job.plan.arena_bytes, limit_bytes=limit_bytes)
+        staged.arenas.touch_ahead(staged.arena, staged.base + job.plan.arena_bytes, limit_bytes=limit_bytes)
     except (MemoryError, OSError) as error:
         log_warning("memory for growing tables was not made ready: %s", error)
 

@@ -30,7 +30,7 @@ from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.regions import CapturedTable, RegionCache, RegionFilesCache, TableRows
 from asyncckpt.plan.save_plan import PlanCache, SavePlan
 from asyncckpt.staging.arena import Arena
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import ArenaPool, pool
 
 if TYPE_CHECKING:
     from asyncckpt.devices.host_copies import Pending
@@ -119,6 +119,7 @@ class SaveTarget:
 
     features  see feature.py; none of a plain Saver
     claim     claims a step of the directory, or (None) the next one
+    arenas    who gives the memory of snapshots, and hears when one is complete
     """
 
     commits: Commits
@@ -132,6 +133,7 @@ class SaveTarget:
     filters: tuple[RowFilter, ...] = ()
     features: tuple[SaveFeature, ...] = ()
     claim: Callable[[WriteRoot, int | None], Claim] = claims.save
+    arenas: ArenaPool = pool
 
     def begin_anew(self) -> None:
         """Take the state for whole, whatever a load has left in it."""
@@ -186,14 +188,14 @@ class SaveCall:
 
 @dataclass(frozen=True)
 class Staged:
-    """A snapshot in an arena: the plan's image from `base` on, and the regions of `tables`, all before it.
+    """A snapshot in an arena of a pool: the plan's image from `base` on, after the regions of tables.
 
     pending: what is still copied into it; None: nothing.
     """
 
     arena: Arena
-    base: int = 0
-    tables: tuple[CapturedTable, ...] = ()
+    arenas: ArenaPool
+    base: int
     pending: Pending | None = None
 
     def give_back(self) -> None:
@@ -204,7 +206,7 @@ class Staged:
         finally:
             if self.pending is not None and not self.pending.steps.is_whole:
                 self.arena.contents = None
-            pool.release(self.arena)
+            self.arenas.release(self.arena)
 
 
 @dataclass

@@ -31,7 +31,6 @@ from asyncckpt.model.torch_use import uses_devices
 from asyncckpt.plan.regions import Regions, RegionWish, TableRows, plan_regions, row_bytes_of
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.snapshot.capture import CopiesOnHost, capture
-from asyncckpt.staging.pool import pool
 
 if TYPE_CHECKING:
     from asyncckpt.snapshot.table_capture import TableCapture
@@ -71,15 +70,15 @@ def device_of(tensor: torch.Tensor) -> int | None:
 
 def choose_stage(target: SaveTarget, cut: Cut, rows: Sequence[TableRows], *, is_delta: bool = False) -> StageChoice:
     """Choose for a save that shall not block. rows: what it writes of each table, by its number among the cuts."""
-    options, limit = target.options, target.options.host_memory_limit
+    options, arenas, limit = target.options, target.arenas, target.options.host_memory_limit
     host_level = "copy" if options.debug.audit else options.device.host_level
     last = _stage(target, cut, rows, is_delta, deferred=())
-    if host_level != "first_touch" and pool.fits(last.arena_bytes, limit_bytes=limit):
+    if host_level != "first_touch" and arenas.fits(last.arena_bytes, limit_bytes=limit):
         return last
     deferred = [] if host_level == "copy" else _can_be_left_open(target, cut, rows)
     if deferred or host_level == "first_touch":
         last = _stage(target, cut, rows, is_delta, deferred=deferred)
-        if pool.fits(last.arena_bytes, limit_bytes=limit):
+        if arenas.fits(last.arena_bytes, limit_bytes=limit):
             return last
     shown = "a share of what is available" if limit is None else f"{limit} bytes"
     return unstaged(target, cut, f"a snapshot of {last.arena_bytes} bytes does not fit the host memory limit ({shown})")
@@ -143,19 +142,19 @@ def _is_plain(item: CutTable) -> bool:
 
 def fill_arena(job: SaveJob, stage: StageChoice) -> None:
     """Capture the state in an arena, or let devices and threads begin to: `staged` and `captured` of the job."""
-    options, layout, copies = job.target.options, stage.layout, job.copies
+    options, arenas, layout, copies = job.target.options, job.target.arenas, stage.layout, job.copies
     if copies is None and uses_devices():
         from asyncckpt.engine.save.device_stage import DeviceStage  # See device_of.
 
         copies = DeviceStage(options)
-    arena = pool.acquire(
+    arena = arenas.acquire(
         stage.arena_bytes,
         deadline_s=job.call.busy.deadline,
         limit_bytes=options.host_memory_limit,
         layout=layout,
-        before_wait=lambda: check_may_wait_here("a staging arena", holding=pool.guard),
+        before_wait=lambda: check_may_wait_here("a staging arena", holding=arenas.guard),
     )
-    job.staged = Staged(arena, base=stage.regions.bytes)
+    job.staged = Staged(arena, arenas, base=stage.regions.bytes)
     try:
         contents, arena.contents = arena.contents, None  # Until all of it is there.
         image, on_host = arena.view(), CopiesOnHost()
@@ -183,7 +182,7 @@ def fill_arena(job: SaveJob, stage: StageChoice) -> None:
         if layout is not None:
             there = {table.name: table.contents for table in tables if table.contents is not None}
             arena.contents = ArenaContents(layout=layout, tables=there)
-        arena.seal()
+        arenas.seal(arena)
         job.captured = tuple(table.captured for table in tables)
     except BaseException:  # An interrupt may come when devices write to the arena already.
         if copies is not None:
