@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.arguments import check_choice, check_timeout, check_type
-from asyncckpt.commit.attempt import claims
-from asyncckpt.engine.features.order import in_order
+from asyncckpt.engine.open_saver import (
+    Asked,
+    announcing_errors,
+    features_of_delta,
+    make_features,
+    open_saver,
+    own_tables,
+    which_rank,
+)
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.event_loop import Closing
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.engine.process.held_directory import Opened, commits_of, open_alone
 from asyncckpt.engine.process.in_flight import OpenErrors, RunningCalls, SaveCounts
-from asyncckpt.engine.save.feature import SaveFeature
-from asyncckpt.engine.save.save_job import SaveCall, SaverMemory, SaveTarget
-from asyncckpt.engine.save.stage import device_of
+from asyncckpt.engine.save.save_job import SaveCall
 from asyncckpt.engine.save.start_save import encode_metadata, start_save
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.names import attempt_of_upload_mark
-from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.result import SaveResult, SaverStatistics
-from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.options import (
@@ -51,19 +49,12 @@ from asyncckpt.options import (
     UploadOptions,
 )
 from asyncckpt.pipeline.filters import identity
-from asyncckpt.plan.named_tables import named_tables
-from asyncckpt.plan.save_plan import PlanCache, check_all_here
-from asyncckpt.plan.state import TensorsArgument, flatten, named_state
+from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import uninterrupted, wait_until_done
-from asyncckpt.staging.pool import pool
 from asyncckpt.storage.folder import check_place
 
 if TYPE_CHECKING:
-    from asyncckpt.engine.features.event_line import EventLine
-    from asyncckpt.engine.ranks.open_directory import OwnShard
-    from asyncckpt.engine.ranks.saver_ranks import Ranks
     from asyncckpt.engine.save.prepare import PrepareFuture
-    from asyncckpt.engine.upload.uploads import Uploads
     from asyncckpt.pipeline.row_filters import RowFilter
 
 __all__ = ["Saver", "SaverStatistics"]
@@ -139,12 +130,8 @@ class Saver(Closing):
         if path is _REQUIRED:
             raise UsageError("path is missing", expected="the checkpoint directory")
         check_type("ranks", ranks, RankOptions)
-        own = None
-        if not _is_alone(shard_index, shard_num, ranks):
-            from asyncckpt.engine.ranks.open_directory import announce_refused, open_directory, which_shard
-
-            own = which_shard(shard_index, shard_num, path, ranks)
-        try:
+        own = which_rank(shard_index, shard_num, path, ranks)
+        with announcing_errors(own, ranks):
             if not callable(filter_func):
                 raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
             self._busy, self._save_waits = BusyPolicy.of("raise" if on_busy is None else on_busy), on_busy is None
@@ -157,127 +144,25 @@ class Saver(Closing):
                 device=device,
                 debug=debug,
             )
-            tables = _named_tables(hashtables)
-            if tables:
-                from asyncckpt.engine.ranks.holdings import check_said
-
-                index, count = (0, 1) if own is None else (own.index, own.count)
-                check_said(tables, index=index, count=count, may_be_parts=ranks.alone)
-            state = named_state(tensors)
-            check_all_taken(state, tables.values(), hint=LEFT_OUT_HINT)
-            if own is not None and own.met is not None:
-                check_all_here(flatten(state))  # The first save would find it, too.
-            checked = check_place(path)
-            self._uploads = self._open_uploads(checked, upload, ranks, own)
-            features = self._made_features(options, tables, filter_func, filters)
-        except BaseException as error:
-            if own is not None:
-                announce_refused(error, own, ranks)
-            raise
+            asked = Asked(
+                path=check_place(path),
+                options=options,
+                ranks=ranks,
+                own=own,
+                tables=own_tables(hashtables, own, ranks),
+                state=named_state(tensors),
+                filter_func=None if filter_func is identity else filter_func,
+                filters=tuple(filters),
+                upload=UploadOptions.of(upload),
+                exact_modes=self._exact_modes,
+            )
+            check_all_taken(asked.state, asked.tables.values(), hint=LEFT_OUT_HINT)
+            features = make_features(asked)
         self._errors, self._counts, self._calls = OpenErrors(), SaveCounts(), RunningCalls()
-        self._closed, self._pid, opened = False, os.getpid(), None
-        self._ranks: Ranks | None = None
-        claim = claims.save
-        try:
-            with uninterrupted:
-                if own is None:
-                    opened = open_alone(checked, exact_modes=self._exact_modes)
-                else:
-                    opened = joined = open_directory(checked, own, options=ranks, exact_modes=self._exact_modes)
-                    self._ranks = joined.ranks
-                self._lock = opened.lock
-                if self._ranks is not None:
-                    from asyncckpt.engine.ranks.in_turn import claim_in_turn
-                    from asyncckpt.engine.ranks.rank_share import SharesWithRanks
-
-                    features["ranks"] = SharesWithRanks(self._ranks, audit=debug.audit)
-                    if self._ranks.in_turn:
-                        claim = partial(claim_in_turn, self._ranks)
-                rank, ranks_count = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.ranks_count)
-                if options.keep is not None:
-                    from asyncckpt.engine.features.retention import Retention
-
-                    silence_s = math.inf if self._ranks is None else self._ranks.limits.silence_s / 2
-                    features["retention"] = Retention(options.keep, wait_s_max=silence_s)
-                self._features = features
-                uploader = None if self._uploads is None else self._uploads.uploader
-                plans = PlanCache(parallel=parallel, rank=rank, ranks_count=ranks_count, device_of=device_of)
-                self._target = SaveTarget(
-                    commits=commits_of(opened.root, self._lock, durability, uploader),
-                    options=options,
-                    tables=tables,
-                    state=state,
-                    memory=SaverMemory(plans),
-                    rank=rank,
-                    ranks_count=ranks_count,
-                    filter_func=None if filter_func is identity else filter_func,
-                    filters=tuple(filters),
-                    features=in_order(features),
-                    claim=claim,
-                )
-                # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped
-                # while it saves lets the save end first.
-                target = self._target
-                self._finalizer = weakref.finalize(target, _give_back, opened, target.memory, self._events)
-                self._go_on_uploading()
-        except BaseException:
-            with uninterrupted:
-                if opened is not None:
-                    opened.close()
-            raise
-
-    def _open_uploads(
-        self, path: Place, upload: str | UploadOptions | None, ranks: RankOptions, own: OwnShard | None
-    ) -> Uploads | None:
-        options = UploadOptions.of(upload)
-        if options is None:
-            return None
-        from asyncckpt.engine.upload.uploads import Uploads
-
-        rank, in_turn = (0, False) if own is None else (own.index, own.count > 1 and ranks.in_turn)
-        return Uploads.open(path, options, rank=rank, in_turn=in_turn)
-
-    def _made_features(
-        self,
-        options: SaveOptions,
-        tables: Mapping[str, Table],
-        filter_func: Callable[[list[WriteBlock]], Sequence[WriteBlock]],
-        filters: Sequence[RowFilter],
-    ) -> dict[str, SaveFeature]:
-        """Make what was asked for beside the plain save; each is imported where it is wanted."""
-        features: dict[str, SaveFeature] = {}
-        if filters or filter_func is not identity:
-            from asyncckpt.engine.features.chosen_blocks import Filters
-            from asyncckpt.pipeline.row_filters import check_filters
-
-            check_filters(filters, {name: table.schema() for name, table in tables.items()})
-            features["filters"] = Filters()
-        if options.deltas is not None or options.debug.audit:
-            from asyncckpt.engine.features.deltas import Deltas
-
-            features["deltas"] = Deltas(options.deltas, audit=options.debug.audit)
-        if options.device.optimizers:
-            from asyncckpt.engine.features.steps import StepFences
-
-            features["steps"] = StepFences(options.device.optimizers)
-        if self._uploads is not None:
-            features["uploads"] = self._uploads
-        self._events = None
-        if options.debug.on_event is not None:
-            from asyncckpt.engine.features.event_line import EventLine
-
-            features["events"] = self._events = EventLine(options.debug.on_event)
-        return features
-
-    def _go_on_uploading(self) -> None:
-        """Upload what earlier Savers of the directory have left, or say how much that is."""
-        root = self._target.root
-        if self._uploads is not None:
-            self._uploads.go_on(root)
-        elif self._lock is not None and any(map(attempt_of_upload_mark, root.manifests.names())):
-            from asyncckpt.engine.upload.uploads import warn_of_left
-
-            warn_of_left(root)
+        self._closed, self._pid = False, os.getpid()
+        opened = open_saver(asked, features)
+        self._target, self._lock, self._finalizer = opened.target, opened.lock, opened.finalizer
+        self._ranks, self._uploads, self._events = opened.ranks, opened.uploads, opened.events
 
     @property
     def path(self) -> str:
@@ -437,7 +322,7 @@ class Saver(Closing):
                 if self._target.options.keep is not None and self._target.rank == 0:  # Its metadata counts.
                     self._target.options.keep.check_metadata(metadata)
                 encoded = encode_metadata(metadata)
-                features = self._features_of_delta() if kind == "delta" else None
+                features = features_of_delta(self._target) if kind == "delta" else None
                 call = SaveCall(step, kind, encoded, busy, staged, number=number, features=features)
                 future = start_save(self._target, call)
             except BaseException as error:
@@ -449,14 +334,6 @@ class Saver(Closing):
             if self._events is not None:
                 self._tell_end(future, "save", begun)
             return future
-
-    def _features_of_delta(self) -> tuple[SaveFeature, ...] | None:
-        """Return the features of a save that is to be a delta; None: those of all saves."""
-        if "deltas" in self._features:
-            return None
-        from asyncckpt.engine.features.deltas import Deltas
-
-        return in_order({**self._features, "deltas": Deltas(None)})
 
     def _tell_end(self, future: SaveFuture, name: Literal["save", "compaction"], begun: float) -> None:
         """Let whoever listens know how a save ends."""
@@ -501,28 +378,3 @@ class Saver(Closing):
             raise UsageError("this Saver belongs to the parent process", hint="make a new one in this process")
         if self._lock is not None:
             self._lock.check()
-
-
-def _is_alone(shard_index: int, shard_num: int, ranks: RankOptions) -> bool:
-    """Return whether nothing says, or may find out, that there are other ranks."""
-    if ranks.process_group is not None or type(shard_num) is not int or type(shard_index) is not int:
-        return False
-    return (shard_index, shard_num) == (0, 1) and (ranks.alone or ranks.in_turn or rank_in_group() is None)
-
-
-def _named_tables(hashtables: Mapping[str, Table] | torch.nn.Module | None) -> Mapping[str, Table]:
-    if not isinstance(hashtables, torch.nn.Module):
-        return named_tables(hashtables)
-    from asyncckpt.adapters import tables_of  # It knows tables of other libraries.
-
-    return named_tables(tables_of(hashtables))
-
-
-@uninterrupted
-def _give_back(opened: Opened, memory: SaverMemory, events: EventLine | None) -> None:
-    """Let another process write to the directory, and other Savers use the arenas."""
-    if events is not None:
-        events.close()
-    for layout in memory.regions.layouts():
-        pool.forget(layout)
-    opened.close()

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from asyncckpt import Saver
 from asyncckpt.devices import step_copies
 from asyncckpt.devices.step_copies import Chunk, StepCopies
 from asyncckpt.engine.features import steps
+from asyncckpt.engine.features.steps import StepFences
 from asyncckpt.engine.process.background import copiers
 
 WAIT_S_MAX = 30.0
@@ -46,6 +48,11 @@ class Gate:
             yield
         finally:
             self.open()
+
+
+def fences_of(saver: Saver) -> StepFences:
+    """Return what lets steps wait for the saves of a Saver."""
+    return next(feature for feature in saver._target.features if isinstance(feature, StepFences))
 
 
 def watch_short(monkeypatch: pytest.MonkeyPatch, *, bytes_min: int = 1) -> None:

@@ -19,7 +19,7 @@ import asyncckpt
 from asyncckpt.devices import watches
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.staging.pool import pool
-from tests.steps.gate import Gate
+from tests.steps.gate import Gate, fences_of
 from tests.steps.world import World, load_optimizer
 
 pytestmark = pytest.mark.any_core
@@ -37,7 +37,7 @@ def test_a_forked_child_steps_without_its_parents_save(world: World, gate: Gate)
             world.optimizers[1].step()
             os._exit(0 if gate.log.count("step") == 0 else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert world.saver._features["steps"]._pending
+        assert fences_of(world.saver)._pending
     world.check(future, 1, values)
 
 
@@ -83,7 +83,7 @@ def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
     with gate.held():
         future = world.saver.save_async(1)
         gate.await_copier()
-        (pending,) = world.saver._features["steps"]._pending
+        (pending,) = fences_of(world.saver)._pending
 
         def interrupt() -> None:
             with pending.steps._changed:
@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
 
 def test_nothing_of_a_saver_stays_behind_it(tmp_path: Path) -> None:
     world = World(tmp_path)
-    fences = weakref.ref(world.saver._features["steps"])
+    fences = weakref.ref(fences_of(world.saver))
     world.saver.close()
     del world
     until = time.monotonic() + 30.0

@@ -14,7 +14,7 @@ import torch
 import asyncckpt
 from asyncckpt.devices.step_copies import StepCopies
 from tests.steps import gate as gates
-from tests.steps.gate import Gate
+from tests.steps.gate import Gate, fences_of
 from tests.steps.world import World, load_optimizer
 
 pytestmark = pytest.mark.any_core
@@ -36,7 +36,7 @@ def test_a_step_copies_what_is_left(world: World, gate: Gate) -> None:
 
 def opened_when_all_is_begun(world: World, gate: Gate) -> None:
     """Open the gate when the step has nothing left to do but to wait for the chunk of the background."""
-    (pending,) = world.saver._features["steps"]._pending
+    (pending,) = fences_of(world.saver)._pending
     part = pending.steps._parts[0]
     with pending.steps._changed:
         assert pending.steps._changed.wait_for(lambda: not part.chunks, 30)
@@ -71,9 +71,9 @@ def test_the_background_copies_what_no_step_asks_for(world: World, gate: Gate) -
 
 
 def test_the_background_copies_in_the_order_of_the_last_steps(world: World) -> None:
-    assert world.saver._features["steps"]._order == [0, 1]
+    assert fences_of(world.saver)._order == [0, 1]
     world.optimizers[0].step()
-    assert world.saver._features["steps"]._order == [1, 0]
+    assert fences_of(world.saver)._order == [1, 0]
 
 
 def test_what_is_changed_otherwise_is_refused_by_name(world: World, gate: Gate) -> None:

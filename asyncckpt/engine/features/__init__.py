@@ -1,1 +1,1 @@
-"""Features of saves beside the plain one; order.py says which there are, and in which order they are called."""
+"""Features of saves beside the plain one; engine/open_saver.py makes them, and has their order."""

@@ -20,14 +20,11 @@ WAIT_S_MAX = 10.0
 
 
 class Retention(SaveFeature):
-    """What a KeepPolicy lets go after the saves of one Saver. A failure is a warning: the new checkpoint stands.
+    """What a KeepPolicy lets go after the saves of one Saver. A failure is a warning: the new checkpoint stands."""
 
-    wait_s_max: other ranks wait meanwhile, so not until they call this one silent.
-    """
-
-    def __init__(self, policy: KeepPolicy, *, wait_s_max: float = WAIT_S_MAX) -> None:
+    def __init__(self, policy: KeepPolicy, *, wait_s_max: float) -> None:
         self._policy = policy
-        self._wait_s_max = min(wait_s_max, WAIT_S_MAX)
+        self._wait_s_max = wait_s_max
         self._behind: deque[Future[None]] = deque()  # Those that have perhaps not ended, the oldest first.
 
     async def before_files(self, job: SaveJob) -> None:

@@ -9,7 +9,7 @@
     committed     it is durable      uploads, then retention, which may remove what was uploaded
     skipped       there is no save   ranks: the others skip it, too
 
-A plain Saver has none, and its saves cross none. The order of features is that of features/order.py.
+A plain Saver has none, and its saves cross none. The order of features is that of engine/open_saver.py.
 """
 
 from __future__ import annotations
