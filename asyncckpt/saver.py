@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from asyncckpt.adapters import tables_of
-from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
@@ -59,6 +58,7 @@ from asyncckpt.plan.state import TensorsArgument, flatten, named_state
 from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.folder import check_place
+from asyncckpt.tables.left_out import check_all_taken
 
 __all__ = ["Saver", "SaverStatistics"]
 

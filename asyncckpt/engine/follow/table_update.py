@@ -17,12 +17,12 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
 from asyncckpt.commit.root import ReadRoot, open_root
@@ -47,6 +47,7 @@ from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.layer_rows import IdsReader
 from asyncckpt.storage.store_answers import NoBucketError
+from asyncckpt.tables.left_out import tables_left_out
 
 
 @runtime_checkable
@@ -187,8 +188,8 @@ class OpenUpdate:
         """Load the step. changes: what is new in it, for the tables that hold the previous one."""
         begun, bytes_before = time.perf_counter(), reader.bytes_read
         targets = dense_targets(state, tables=iter(tables))
-        left_out = tables_left_out(state, tables.values())
         contents = as_targets_name_it(self._contents, targets)
+        left_out = partial(tables_left_out, state, tables.values())
         plan = make_load_plan(self._chain, contents, targets, tables, strict=strict, left_out=left_out)
         report = report_of(self.path, self._chain, contents, targets, plan)
         whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in changes))
