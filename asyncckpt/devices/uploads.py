@@ -51,13 +51,13 @@ class _Listed:
 
 
 class Uploads:
-    """The copies of one load, on one thread. runtime None: there are no devices, all targets are on the host.
+    """The copies of one load, on one thread.
 
     Leaving it as a context manager waits for everything that was launched, even after an error, so that memory may be
     freed. Targets and values are kept alive until then. Raises DeviceError.
     """
 
-    def __init__(self, runtime: Runtime | None) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._windows = [_Window() for _ in range(WINDOWS_COUNT)]
         self._turn = 0
@@ -66,11 +66,7 @@ class Uploads:
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """Return the device of a target; None: the host, or a device to which torch copies at once."""
-        return None if self._runtime is None else self._runtime.device_of(tensor)
-
-    def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether the host writes a tensor's memory directly."""
-        return tensor.is_cpu and self.device_of(tensor) is None
+        return self._runtime.device_of(tensor)
 
     def window(self, bytes: int) -> U8:
         """Return the memory of the next turn, uint8 [bytes], with undefined content. May wait for the device."""
@@ -84,7 +80,6 @@ class Uploads:
         return raw[:bytes]
 
     def _new_memory(self, bytes: int) -> tuple[torch.Tensor, int]:
-        assert self._runtime is not None
         try:
             return self._runtime.new_pinned(bytes), bytes
         except (DeviceError, MemoryError) as error:
@@ -136,7 +131,6 @@ class Uploads:
             self._launch(device, item, self._windows[self._turn])
 
     def _launch(self, device: int, item: _Listed, window: _Window) -> None:
-        assert self._runtime is not None
         batch = Batch(self._runtime, device, reachable=[(window.range[0], window.pinned_bytes)])
         batch.keep(*item.kept)
         try:

@@ -117,6 +117,11 @@ def is_in_torch(name: str) -> bool:
     return name in _of_torch()
 
 
+def is_stored_as(tensor: torch.Tensor, name: str, *, owner: str) -> bool:
+    """Return whether a tensor has its values in memory as an array of this dtype has them in a file."""
+    return tensor.dtype is dtype_by_name(name, owner=owner).dtype and not tensor.is_conj() and not tensor.is_neg()
+
+
 def dtype_by_name(name: str, *, owner: str) -> StoredDtype:
     """Return the dtype a manifest names; UnsupportedError naming `owner` where there is none."""
     entry = known_dtype(name)

@@ -413,16 +413,6 @@ def test_no_load_in_the_capture_of_a_graph() -> None:
         CallerStreams()
 
 
-def test_without_devices() -> None:
-    uploads = Uploads(None)
-    target, strided = torch.zeros(3), torch.zeros(3, 2)[:, 0]
-    with uploads:
-        uploads.put(target, torch.ones(3))
-        uploads.put(strided, torch.ones(3))
-        uploads.launch()
-    assert target.tolist() == strided.tolist() == [1, 1, 1]
-
-
 def test_only_devices_in_use_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """An event of any other would start it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
