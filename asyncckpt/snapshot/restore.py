@@ -33,7 +33,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name, is_stored_as
 from asyncckpt.format.tree import Path
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.enough_memory import enough_memory
+from asyncckpt.model.enough_memory import enough_memory, raise_lack_of_memory
 from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
 from asyncckpt.native import core
@@ -137,8 +137,11 @@ def uploads_of_load() -> AbstractContextManager[Uploads | None]:
 def _begin_load(item: TableLoadPlan, found: list[LayerRows], *, clear: bool, opened: OpenLoads) -> None:
     total = sum(len(layer.ids) if layer.mine is None else len(layer.mine) for layer in found)
     filled = frozenset.intersection(*(frozenset(layer.columns) for layer in found)) if found else frozenset()
-    with enough_memory(f"{total} rows of table {item.name!r}"):
+    try:
         opened.loads[item.name] = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
+    except (MemoryError, RuntimeError, ValueError) as error:
+        raise_lack_of_memory(error, f"{total} rows of table {item.name!r}")
+        raise
     opened.rows[item.name] = total
 
 

@@ -31,8 +31,8 @@ from asyncckpt.tables.noted_tables import note_tables
 from asyncckpt.tables.row_device import sent, spread
 from asyncckpt.tables.row_values import RowValues
 from asyncckpt.tables.slots import SlotSpec
+from asyncckpt.tables.table_lock import uncompiled
 from asyncckpt.tables.trained_table import RecordRows, TrainedTable
-from asyncckpt.tables.uncompiled import uncompiled
 
 LAST_SEEN_COLUMN = "last_seen"
 COUNT_COLUMN = "count"

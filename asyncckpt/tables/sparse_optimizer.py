@@ -34,8 +34,8 @@ from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.embedding import HashEmbedding, TrainableTable
 from asyncckpt.tables.row_update import RuleStep, update_rows
 from asyncckpt.tables.slots import WEIGHT_DTYPES, SlotSpec
+from asyncckpt.tables.table_lock import uncompiled
 from asyncckpt.tables.table_parameter import TableParameter
-from asyncckpt.tables.uncompiled import uncompiled
 
 # What torch's optimizers would do, and these do not. Others of theirs are about speed, or ignored by torch too.
 ABSENT_OPTIONS = frozenset(

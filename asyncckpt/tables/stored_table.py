@@ -21,12 +21,11 @@ from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import IdsHeld, TableSchema
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
-from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.expiry import is_below, is_older, is_unset
 from asyncckpt.tables.ids import IdsLike, flat_ids, one_id
 from asyncckpt.tables.row_store import Level, RowStore
 from asyncckpt.tables.table_arguments import check_eviction
-from asyncckpt.tables.table_lock import LockedTable
+from asyncckpt.tables.table_lock import HashTableCut, HashTableLoad, LockedTable
 from asyncckpt.tables.table_statistics import TableStatistics
 
 

@@ -19,7 +19,6 @@ from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64, U8
 from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.candidates import CANDIDATES, CandidateTable
-from asyncckpt.tables.cut import HashTableLoad
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_device import RowDevice, sent, spread
@@ -28,6 +27,7 @@ from asyncckpt.tables.row_values import RowValues, check_distinct
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.stored_table import StoredTable, TableValue
 from asyncckpt.tables.table_arguments import check_name, check_shard, check_slot, checked_values
+from asyncckpt.tables.table_lock import HashTableLoad
 
 # Called with the columns that training sees, rows of them, int64 [n], -1 for an id without a row, and the marks to set
 # for the others (uint8 by row, and the value); None if they are marked already. It must not use the table.
