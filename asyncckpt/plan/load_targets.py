@@ -27,7 +27,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.encodings.cast import FLOATS, INTEGERS
+from asyncckpt.format.encodings.numbers import FLOATS, INTEGERS
 from asyncckpt.format.tree import (
     TENSOR,
     VALUE,

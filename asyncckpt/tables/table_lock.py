@@ -33,8 +33,8 @@ from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
 from asyncckpt.signals import uninterrupted, wait_in_steps
 from asyncckpt.system import register_at_fork
-from asyncckpt.tables.ids import check_owned, flat_ids
 from asyncckpt.tables.row_store import RowStore
+from asyncckpt.tables.table_arguments import check_owned, flat_ids
 from asyncckpt.tables.touched_rows import TracksMarks
 
 P = ParamSpec("P")

@@ -26,11 +26,10 @@ import torch
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
 from asyncckpt.commit.root import ReadRoot, open_root
-from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
+from asyncckpt.engine.compact.fold import copies_of_column
 from asyncckpt.engine.follow.cursor import SeenStep
 from asyncckpt.engine.load.run_load import empty_companions, fill, give_state_dicts, report_of, with_scalars
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError
-from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import compacted_manifest_name, manifest_name
 from asyncckpt.model.enough_memory import enough_memory
@@ -45,7 +44,7 @@ from asyncckpt.plan.load_targets import dense_targets
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
-from asyncckpt.snapshot.layer_rows import IdsReader
+from asyncckpt.snapshot.layer_rows import IdsReader, layers_that_count
 from asyncckpt.storage.store_answers import NoBucketError
 from asyncckpt.tables.left_out import tables_left_out
 
@@ -295,11 +294,7 @@ def _read_column(change: StoredTable, column: str, chosen: list[list[I64 | None]
     parts = []
     for shard, own in zip(change.shards, chosen, strict=True):
         for copy in copies_of_column(shard, column, own, reader):
-            spec = reader.block(copy.number).placed.spec
-            raw = np.empty(spec.bytes, dtype=np.uint8)
-            reader.add(copy.number, raw.ctypes.data, begin=0, bytes=spec.bytes)
-            reader.run()
-            values = decode(raw, spec)
+            values = reader.array(copy.number)
             parts.append(values if copy.rows is None else values[torch.from_numpy(copy.rows)])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

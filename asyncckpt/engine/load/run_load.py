@@ -22,11 +22,9 @@ from asyncckpt.commit.chain import mark_verified, read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
-from asyncckpt.engine.load.load_object import load_object
-from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
-from asyncckpt.engine.load.shared_tensors import shared_again
+from asyncckpt.engine.load.load_object import PlainPart, load_object, plain_parts
 from asyncckpt.engine.load.verify import verify_blocks
-from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
+from asyncckpt.engine.load.whole_state import WholeRequest, WholeState, shared_again
 from asyncckpt.engine.process.half_filled import half_filled
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError, warn
