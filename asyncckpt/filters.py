@@ -24,8 +24,8 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import supported_dtypes
-from asyncckpt.format.encodings.cast import FLOATS, INTEGERS
-from asyncckpt.format.encodings.compression import LEVEL_MAX, LEVEL_MIN, zstandard
+from asyncckpt.format.encodings.lossless import LEVEL_MAX, LEVEL_MIN, zstandard
+from asyncckpt.format.encodings.numbers import FLOATS, INTEGERS
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.pipeline.filter_rules import EncodeBlocks, KeepRows, Predicate, RowFilter, check_filters
 

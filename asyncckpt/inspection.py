@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,17 +14,28 @@ from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.root import open_root
 from asyncckpt.errors import NotFoundError, UsageError
 from asyncckpt.format.limits import check_step
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.tree import VALUE, Node, Path, key_value
+from asyncckpt.format.values import MAPPINGS, decode_value
 from asyncckpt.model.enough_memory import enough_memory
-from asyncckpt.plan.contents import Contents, contents_of, metadata_of, named_values
-from asyncckpt.plan.outline import Entry, entries_of
+from asyncckpt.model.table import Role
+from asyncckpt.plan.contents import (
+    Contents,
+    StoredDense,
+    contents_of,
+    joined_tree,
+    joined_values,
+    metadata_of,
+    named_values,
+    stored_dense,
+)
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.folder import check_place
 
 if TYPE_CHECKING:
-    from asyncckpt.engine.inspect.compare_tables import TableChange
-    from asyncckpt.engine.inspect.compare_tensors import TensorChange
-    from asyncckpt.engine.inspect.find_rows import FoundRows
+    from asyncckpt.engine.inspect.compare import TableChange, TensorChange
     from asyncckpt.engine.inspect.stored_values import StoredValues
+    from asyncckpt.engine.inspect.table_rows import FoundRows
     from asyncckpt.format.manifest import Chain
     from asyncckpt.shard.reader import ChainReader
 
@@ -85,11 +97,11 @@ def compare(
 ) -> Comparison:
     """Compare two checkpoints (None: the newest), of one directory or of two: rows by their ids, tensors by name.
 
-    Reads what may differ, in windows; see engine/inspect/compare_tables.py for what it needs in memory. What is read is
+    Reads what may differ, in windows; see engine/inspect/compare.py for what it needs in memory. What is read is
     not checked against its digests: `verify` does that. Raises NotFoundError, CorruptError, IncompatibleError,
     UnsupportedError, IOFailedError.
     """
-    from asyncckpt.engine.inspect.compare_tensors import compare_tensors
+    from asyncckpt.engine.inspect.compare import compare_tensors
 
     with _opened(path, step) as first, _opened(path if other_path is None else other_path, other_step) as second:
         tensors = compare_tensors(first.contents, first.values, second.contents, second.values)
@@ -117,7 +129,7 @@ def find_rows(path: str | os.PathLike[str], table: str, ids: Sequence[int], step
     """
     import numpy as np
 
-    from asyncckpt.engine.inspect.find_rows import find_rows as find
+    from asyncckpt.engine.inspect.table_rows import find_rows as find
 
     try:
         wanted = np.array(list(ids), dtype=np.int64)
@@ -160,7 +172,7 @@ def _opened(path: str | os.PathLike[str], step: int | None) -> Iterator[_Opened]
 
 
 def _compare_table(name: str, first: _Opened, second: _Opened) -> TableChange:
-    from asyncckpt.engine.inspect.compare_tables import TableChange, compare_tables
+    from asyncckpt.engine.inspect.compare import TableChange, compare_tables
     from asyncckpt.engine.inspect.table_rows import TableRows
 
     stored = [opened.contents.tables.get(name) for opened in (first, second)]
@@ -181,3 +193,77 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, t
         for name in {**before, **after}
     }
     return {name: (old, new) for name, (old, new) in pairs.items() if repr(old) != repr(new)}
+
+
+_KINDS = {"state": "object", "ordered": "ordered dict"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something in a checkpoint; what is in it follows, with longer paths.
+
+    path   the keys that lead to it, as they were
+    kind   "dict", "ordered dict", "list", "tuple", "object" (with a state_dict()), "tensor", "array", "numpy scalar",
+           "value", "table", or "column" of a table
+    count  entries of a container; rows of a table, of a delta those that it holds itself
+    dtype  of tensors, arrays, scalars and columns; None where a filter has left the bytes out
+    shape  of tensors and arrays, of a column that of a row
+    value  the plain value
+    """
+
+    path: tuple[Any, ...]
+    kind: str
+    count: int | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    value: Any = None
+
+
+def entries_of(manifest: Manifest) -> Iterator[Entry]:
+    """Return the state of all ranks in its order, then the tables. CorruptError for what cannot be decoded."""
+    stored = {item.path: item for item in stored_dense(manifest)[0].values()}
+    values = joined_values(manifest.parts)
+    tree = joined_tree([part.tree for part in manifest.parts])
+    for key, child in zip(tree[1], tree[2], strict=True):
+        yield from _entries(child, (key,), stored, values)
+    yield from _tables(manifest)
+
+
+def _entries(
+    node: Node, path: Path, stored: Mapping[Path, StoredDense], values: Mapping[Path, tuple[int, Any]]
+) -> Iterator[Entry]:
+    keys = tuple(map(key_value, path))
+    if node is VALUE:
+        yield Entry(keys, "value", value=decode_value(values[path][1], owner=f"value {keys}"))
+    elif len(node) == 1:
+        found = stored.get(path)
+        dtype, shape = (None, None) if found is None else (found.dtype, found.shape)
+        yield Entry(keys, node[0], dtype=dtype, shape=shape)
+    else:
+        kind = _KINDS.get(str(node[0]), str(node[0]))
+        while node[0] == "state":
+            node = node[1]
+        if len(node) == 1:  # A state_dict() that is no container.
+            yield from _entries(node, path, stored, values)
+            return
+        children = node[2] if node[0] in MAPPINGS else node[1]
+        yield Entry(keys, kind, count=len(children))
+        below = node[1] if node[0] in MAPPINGS else [("int", index) for index in range(len(children))]
+        for key, child in zip(below, children, strict=True):
+            yield from _entries(child, (*path, key), stored, values)
+
+
+def _tables(manifest: Manifest) -> Iterator[Entry]:
+    rows: dict[str, int] = defaultdict(int)
+    columns: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for part in manifest.parts:
+        for table in part.tables:
+            rows[table.name] += table.rows_count
+    for block in manifest.blocks:
+        spec = block.placed.spec
+        if spec.table is not None and spec.column is not None and spec.role is not Role.REMOVED:
+            entry = Entry((spec.table, spec.column), "column", dtype=spec.dtype, shape=spec.shape[1:])
+            columns[spec.table].setdefault(spec.column, entry)
+    for name, count in rows.items():
+        yield Entry((name,), "table", count=count)
+        yield from columns[name].values()

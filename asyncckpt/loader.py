@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import torch
@@ -103,7 +104,7 @@ class Loader(WaitsUntilFree):
         step = check_step(step)
         check_type("ranks", ranks, RankOptions)
         self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=("raise", "wait"))
-        self._load_waits = on_busy is None
+        self._busy_of_load = BusyPolicy("wait") if on_busy is None else self._busy
         if ranks.alone and shard_num is None:
             shard_index, shard_num = 0, 1
         rank, ranks_count = own_rank(shard_index, shard_num, ranks.process_group, names=("shard_index", "shard_num"))
@@ -131,7 +132,7 @@ class Loader(WaitsUntilFree):
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
         """
-        return load_now(self._path, self._request, BusyPolicy("wait") if self._load_waits else self._busy)
+        return load_now(self._path, self._request, self._busy_of_load)
 
     def load_async(self) -> LoadFuture:
         """Load on a background thread; the targets must not be used until the future is done."""
@@ -154,12 +155,9 @@ class Loader(WaitsUntilFree):
             try:
                 streams.follow()
                 try:
-                    return _load(
-                        self._path,
-                        self._request,
-                        future.native_progress,
-                        on_read=lambda: future.enter(FutureState.COMMITTING),
-                    )
+                    with open_root(self._path) as root:
+                        is_read = partial(future.enter, FutureState.COMMITTING)
+                        return run_load(root, self._request, future.native_progress, on_read=is_read)
                 finally:  # Nothing is written after the future has ended, even if it fails.
                     streams.wait()
             finally:
@@ -179,7 +177,8 @@ def load_now(path: Place, request: LoadRequest, busy: BusyPolicy) -> LoadReport:
     """Load when no other save or load of this process is in flight."""
     ticket = _acquire(path, request, busy, lambda other: None)
     try:
-        return _load(path, request, Progress())
+        with open_root(path) as root:
+            return run_load(root, request, Progress())
     finally:
         save_lock.release(ticket)
 
@@ -188,10 +187,3 @@ def _acquire(path: Place, request: LoadRequest, busy: BusyPolicy, before_wait: C
     ticket = Ticket(kind="load", path=path, step=request.step, thread=threading.get_ident())
     save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
     return ticket
-
-
-def _load(
-    path: Place, request: LoadRequest, progress: Progress, *, on_read: Callable[[], bool] = lambda: True
-) -> LoadReport:
-    with open_root(path) as root:
-        return run_load(root, request, progress, on_read=on_read)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.engine.open_saver import (
     Asked,
@@ -52,6 +51,7 @@ from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.storage.folder import check_place
+from asyncckpt.tables.left_out import check_all_taken
 
 if TYPE_CHECKING:
     from asyncckpt.engine.save.prepare import PrepareFuture

@@ -22,7 +22,7 @@ from asyncckpt import errors
 from asyncckpt.embcache import load_ranks
 from asyncckpt.engine.follow import table_update
 from asyncckpt.engine.load import run_load
-from asyncckpt.engine.load.plain_parts import PlainPart
+from asyncckpt.engine.load.load_object import PlainPart
 from asyncckpt.errors import IncompatibleError, UsageError
 from asyncckpt.format.tree import path_name
 from asyncckpt.formats.recis import loader as recis_loader

@@ -27,12 +27,10 @@ import torch
 
 from asyncckpt.model.table import ID_COLUMN, TableSchema
 from asyncckpt.native import I64
-from asyncckpt.tables.cut import HashTableLoad, HeldTable
-from asyncckpt.tables.ids import flat_ids
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
-from asyncckpt.tables.table_arguments import check_shard
-from asyncckpt.tables.table_lock import LockedTable, TableLock
+from asyncckpt.tables.table_arguments import check_shard, flat_ids
+from asyncckpt.tables.table_lock import HashTableLoad, HeldTable, LockedTable, TableLock
 
 Rows: TypeAlias = Mapping[str, torch.Tensor]
 """Column name -> contiguous CPU tensor `[n, *row_shape]`; ids are distinct, all columns are in one row order."""

@@ -32,11 +32,9 @@ from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN, Column, CutVersion, Role, TableSchema
 from asyncckpt.native import I64
-from asyncckpt.tables.cut import HeldTable
-from asyncckpt.tables.ids import IdsLike, flat_ids
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
-from asyncckpt.tables.table_arguments import check_name
-from asyncckpt.tables.table_lock import LockedTable, TableLock
+from asyncckpt.tables.table_arguments import IdsLike, check_name, flat_ids
+from asyncckpt.tables.table_lock import HeldTable, LockedTable, TableLock
 from asyncckpt.tables.touched_rows import TouchedRows, TracksMarks
 
 LiveColumns: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]

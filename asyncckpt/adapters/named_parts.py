@@ -22,10 +22,10 @@ import torch
 
 from asyncckpt.adapters.dense_state import dense_state_of
 from asyncckpt.adapters.embeddings import collection_tables, embedding_tables, hash_embedding_tables
-from asyncckpt.adapters.left_out import tables_held
 from asyncckpt.adapters.walk import tables_of, walk
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.tables.left_out import tables_held
 
 _OWN_FACTORIES = (collection_tables, embedding_tables, hash_embedding_tables)
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))

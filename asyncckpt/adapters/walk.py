@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.adapters.registry import Adapter, adapter_of, qualified_name
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.tables.left_out import check_all_taken
 
 DEPTH_MAX = 500
 

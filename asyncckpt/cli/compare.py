@@ -18,7 +18,7 @@ from asyncckpt.inspection import Comparison, compare, find_rows
 if TYPE_CHECKING:
     import torch
 
-    from asyncckpt.engine.inspect.find_rows import FoundRows
+    from asyncckpt.engine.inspect.table_rows import FoundRows
     from asyncckpt.native import I64
 
 LOOKS_MAX = 9

@@ -27,8 +27,6 @@ from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.planned_data import give_value
 from asyncckpt.dcp.stored import Stored, ValueApart, stored_of
-from asyncckpt.devices.current_runtime import runtime
-from asyncckpt.devices.uploads import Uploads
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.limits import check_step
@@ -40,7 +38,8 @@ from asyncckpt.native import Progress
 from asyncckpt.plan.load_targets import writable_tensor
 from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
-from asyncckpt.snapshot.boxes import BoxCopy, BoxScatter, queue_boxes
+from asyncckpt.snapshot.boxes import BoxCopy, BoxScatter
+from asyncckpt.snapshot.restore import queue_boxes, uploads_of_load
 from asyncckpt.snapshot.windows import Scatter, scatter_all
 from asyncckpt.storage.folder import check_place
 
@@ -224,7 +223,7 @@ def read_tensors(reader: ChainReader, items: Sequence[ReadItem], planner: LoadPl
 
 def _read_boxes(by_block: Mapping[int, list[BoxCopy]], reader: ChainReader) -> None:
     scatters: list[Scatter] = []
-    with Uploads(runtime()) as uploads:
+    with uploads_of_load() as uploads:
         for number, copies in by_block.items():
             spec = reader.block(number).placed.spec
             dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype

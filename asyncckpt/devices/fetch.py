@@ -11,7 +11,7 @@ from asyncckpt.devices.contract import Stream
 from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.devices.slots import slots_of
-from asyncckpt.devices.upload_copies import is_plain
+from asyncckpt.devices.uploads import is_plain
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from typing import Any
 
 from torch import nn
 
-from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.arguments import check_seconds, check_timeout
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport, prepare_ranks_load
@@ -54,6 +53,7 @@ from asyncckpt.options import (
 from asyncckpt.pipeline.row_filters import RowFilter
 from asyncckpt.saver import Saver as DirectorySaver
 from asyncckpt.signals import uninterrupted
+from asyncckpt.tables.left_out import check_all_taken
 
 ON_BUSY = ("raise", "wait", "queue")
 OPEN_FOLDERS_MAX = 4

@@ -6,6 +6,8 @@ packed and exotic 8-bit types as bytes. The manifest names the true dtype, the s
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -115,6 +117,16 @@ def known_dtype(name: str) -> StoredDtype | None:
 def is_in_torch(name: str) -> bool:
     """Return whether this torch has the dtype that a manifest names."""
     return name in _of_torch()
+
+
+def array_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Return the bytes of an array, with every 0 in its shape counted as 1: torch cannot make the strides otherwise."""
+    return (math.prod(shape) or math.prod(max(1, size) for size in shape)) * itemsize
+
+
+def is_stored_as(tensor: torch.Tensor, name: str, *, owner: str) -> bool:
+    """Return whether a tensor has its values in memory as an array of this dtype has them in a file."""
+    return tensor.dtype is dtype_by_name(name, owner=owner).dtype and not tensor.is_conj() and not tensor.is_neg()
 
 
 def dtype_by_name(name: str, *, owner: str) -> StoredDtype:

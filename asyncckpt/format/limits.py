@@ -7,13 +7,12 @@ writers must refuse it first: a checkpoint that is acknowledged can be read. Bot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from asyncckpt.arguments import as_int
 from asyncckpt.errors import UnsupportedError, UsageError
-from asyncckpt.format.dtypes import StoredDtype, known_dtype
+from asyncckpt.format.dtypes import StoredDtype, array_bytes, known_dtype
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table_shard import is_shard
 
@@ -58,11 +57,6 @@ def check_step(step: Any, *, name: str = "step", or_none: bool = True) -> Any:
     if (step is not None or not or_none) and (type(step) is not int or not 0 <= step <= STEP_MAX):
         raise UsageError(f"{name} is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
     return step
-
-
-def array_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Return the bytes of an array, with every 0 in its shape counted as 1: torch cannot make the strides otherwise."""
-    return (math.prod(shape) or math.prod(max(1, size) for size in shape)) * itemsize
 
 
 def check_array(name: str, shape: Sequence[int], stored: StoredDtype) -> None:

@@ -29,12 +29,6 @@ _USUAL = {"version": 1}
 _COUNTED = "num_batches_tracked"
 
 
-def metadata_in(state: Any) -> dict[str, Any] | None:
-    """Return the `_metadata` of a state dict of torch: what another mapping calls so is something else."""
-    found = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
-    return dict(found.items()) if isinstance(found, Mapping) else None
-
-
 def facts_of(metadata: Mapping[str, Any], keys: Iterable[Any], *, owner: str) -> ModuleFacts:
     """Return what `_metadata` says of the modules of a state dict with these keys: all of it that is plain."""
     implied = implied_modules(keys)

@@ -23,7 +23,7 @@ from asyncckpt.format.body_members import (
     with_modules,
 )
 from asyncckpt.format.coverage import covers
-from asyncckpt.format.dtypes import STORED_ITEMSIZE, StoredDtype, known_dtype
+from asyncckpt.format.dtypes import STORED_ITEMSIZE, StoredDtype, array_bytes, known_dtype
 from asyncckpt.format.manifest import (
     HEADER_ALIGNMENT,
     BlockFacts,
@@ -269,7 +269,7 @@ def _block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -
     row_begin = fields.optional_integer("row_begin")
     whole = None if row_begin is None else fields.integers("whole_shape", count_max=limits.DIMENSIONS_MAX)
     column_begins = _column_begins(fields, shape, whole)
-    if max(limits.array_bytes(shape, itemsize), limits.array_bytes(whole or (), itemsize)) > limits.ARRAY_BYTES_MAX:
+    if max(array_bytes(shape, itemsize), array_bytes(whole or (), itemsize)) > limits.ARRAY_BYTES_MAX:
         raise CorruptError(f"{fields.owner}: block {name!r} has a shape of impossible size", found=whole or shape)
     file_index = fields.integer("file", at_most=len(files) - 1)
     encoding = _encoding(fields)
@@ -354,7 +354,7 @@ def _stored(
     stored_shape = stored.integers("shape", count_max=limits.DIMENSIONS_MAX)
     if dtype is None or code not in STORED_ITEMSIZE:
         return "", 1, (size,)
-    if limits.array_bytes(stored_shape, STORED_ITEMSIZE[code]) > limits.ARRAY_BYTES_MAX:
+    if array_bytes(stored_shape, STORED_ITEMSIZE[code]) > limits.ARRAY_BYTES_MAX:
         raise CorruptError(f"{fields.owner}: {fields.where}.stored is of impossible size", found=stored_shape)
     return code, STORED_ITEMSIZE[code], stored_shape
 

@@ -15,7 +15,7 @@ Leaves are numbered in depth-first order, values in one sequence, all others in 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
@@ -103,6 +103,12 @@ def with_metadata(state: Any, metadata: Any) -> Any:
     found: Any = OrderedDict(state)
     found._metadata = metadata
     return found
+
+
+def metadata_in(state: Any) -> dict[str, Any] | None:
+    """Return the `_metadata` of a state dict of torch: what another mapping calls so is something else."""
+    found = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
+    return dict(found.items()) if isinstance(found, Mapping) else None
 
 
 def module_metadata(node: Node) -> OrderedDict[str, dict[str, Any]] | None:

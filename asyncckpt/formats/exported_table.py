@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
+from asyncckpt.engine.compact.fold import copies_of_column
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.formats.stored_tensors import JoinedSources
 from asyncckpt.model.block import BlockSpec
@@ -23,7 +23,7 @@ from asyncckpt.plan.image import array_spec
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import plain_source
-from asyncckpt.snapshot.layer_rows import IdsReader
+from asyncckpt.snapshot.layer_rows import IdsReader, layers_that_count
 
 
 class ExportedTable:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.encodings import decode
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
 from asyncckpt.model.table import Role
@@ -88,11 +87,8 @@ class _Assembled:
         )
         for number in self._dense.blocks:
             spec = self._reader.block(number).placed.spec
-            raw = np.empty(spec.bytes, dtype=np.uint8)
-            self._reader.add(number, raw.ctypes.data, begin=0, bytes=spec.bytes)
-            self._reader.run()
             box = tuple(slice(begin, begin + size) for begin, size in zip(spec.begin, spec.shape, strict=True))
-            whole[box] = decode(raw, spec)
+            whole[box] = self._reader.array(number)
         return whole
 
     def pieces(self, begin: int, end: int) -> U64:

@@ -26,7 +26,12 @@ def enough_memory(what: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, ValueError) as error:
-        if not isinstance(error, MemoryError) and not any(says in str(error) for says in _SAYS):
-            raise
+        raise_lack_of_memory(error, what)
+        raise
+
+
+def raise_lack_of_memory(error: Exception, what: str) -> None:
+    """Raise IOFailedError where an error says that there is no memory."""
+    if isinstance(error, MemoryError) or any(says in str(error) for says in _SAYS):
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise IOFailedError(f"there is not enough memory for {what}: {lines[0]}", errno=errno.ENOMEM) from error

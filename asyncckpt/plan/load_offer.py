@@ -90,7 +90,8 @@ class Offer:
         for name in elsewhere:
             del loads[name]
         taken = {*loads, *elsewhere}
-        made = [item for item in contents.dense.values() if targets.extra_state(item.path) is not None]
+        of_modules = contents.dense.values() if targets.has_modules else ()
+        made = [item for item in of_modules if targets.extra_state(item.path) is not None]
         founds = [contents.below(item.path) for item in targets.rebuilt if not item.is_module]
         own = {leaf.path for leaf in targets.in_place}
         for found in (*founds, [item for item in made if item.path not in own and item.path in contents.prefixes]):
@@ -131,8 +132,8 @@ class Offer:
         if not strict:
             loads |= {name: self._there(name, loads[name]) for name in self.lacking if name in loads}
         unfound |= {name: None for name in self.elsewhere if name not in answer}
-        missing = self._without_tied(unfound, loads)
-        inside = self._leaves_of_absent_modules()
+        missing = self._without_tied(unfound, loads) if unfound else []
+        inside = self._leaves_of_absent_modules() if self.absent else {}
         for item in self.absent:  # Of a module, a filter may have renamed or dropped tensors.
             if {leaf.name for leaf in inside[item.path]} <= unfound.keys():
                 missing.append(path_name(item.path))
@@ -150,8 +151,6 @@ class Offer:
 
     def _without_tied(self, unfound: Collection[str], loads: Loads) -> list[str]:
         """Return names without those of tied weights that are filled under another name."""
-        if not unfound:
-            return []
         leaves = {leaf.name: leaf for leaf in self.targets.in_place}
         filled = {leaf.memory() for name, leaf in leaves.items() if name in loads} - {None}
         return [name for name in unfound if name not in leaves or leaves[name].memory() not in filled]

@@ -6,8 +6,9 @@ What could be loaded, and the filter on it, is in load_offer.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,16 @@ from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, wrapped_hint
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, can_be_cast, overlap, owner_of
+from asyncckpt.plan.load_targets import (
+    DenseTargets,
+    InPlace,
+    ObjectLeaves,
+    Rebuilt,
+    can_be_cast,
+    overlap,
+    overlapping_runs,
+    owner_of,
+)
 from asyncckpt.plan.loaded_modules import ModuleSources, ResizingModules
 from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
@@ -124,14 +134,14 @@ def make_load_plan(
     filter_func: LoadFilter | None = None,
     strict: bool,
     cast: bool = False,
-    left_out: Sequence[str] = (),
+    left_out: Callable[[], Sequence[str]] = tuple,
     is_part: bool = False,
 ) -> LoadPlan:
     """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense.
 
     cast: targets of other dtypes fit if these can be cast.
-    left_out: tables that modules of the targets hold, and are no destinations. With strict they do not fit a checkpoint
-    with tables that nothing takes. is_part: other directories hold the rest of the tables.
+    left_out: returns tables that modules of the targets hold, and are no destinations. With strict they do not fit a
+    checkpoint with tables that nothing takes. is_part: other directories hold the rest of the tables.
     """
     if strict:
         _check_readable(contents, chain.step)
@@ -150,8 +160,10 @@ def make_load_plan(
         else:
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     objects = match.objects(dense)
-    modules = ModuleSources(objects, answer, contents, targets)
-    match.problems += modules.problems
+    modules = None
+    if targets.state_dicts or any(item.is_module for item in objects):
+        modules = ModuleSources(objects, answer, contents, targets)
+        match.problems += modules.problems
     chosen, apart = _settled(dense, chain, match.problems)
     used = {source for sources in answer.values() for source in sources}
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
@@ -165,19 +177,19 @@ def make_load_plan(
         not_taken = [name for name in unexpected if name in contents.tables][:PROBLEMS_SHOWN_MAX]
         if not_taken:
             why = f"not in hashtables, and the checkpoint has tables that nothing takes: {not_taken}"
-            match.passing += [f"{place} would be left out of the load: {why}" for place in left_out]
+            match.passing += [f"{place} would be left out of the load: {why}" for place in left_out()]
         match.passing += [
             f"{path_name(path)!r} is empty, the checkpoint has tensors there (asyncckpt.load returns them)"
             for path in targets.empty
             if path in contents.prefixes
         ]
-    match.raise_problems(wrapped_hint(missing, unexpected))
+    match.raise_problems(missing, unexpected)
     plan = LoadPlan(
         dense=chosen,
         tables=tuple(planned),
         objects=objects,
-        metadata=modules.metadata,
-        not_given=modules.not_given,
+        metadata={} if modules is None else modules.metadata,
+        not_given={} if modules is None else modules.not_given,
         state_dicts=targets.state_dicts,
         missing=(*missing, *match.absent),
         unexpected=tuple(unexpected),
@@ -208,7 +220,6 @@ class _Match:
         self.could_be_cast, self._is_part = False, is_part
         self._chain, self._contents, self._targets, self._strict, self._cast = chain, contents, targets, strict, cast
         objects = [item for item in targets.rebuilt if not item.is_module]
-        self._resizing = ResizingModules(contents)
         self._builders = {item.path: ObjectLeaves(item, contents.values) for item in objects}
 
     def dense(self, name: str, target: InPlace | None, sources: dict[str, list[str]]) -> Iterator[DenseLoad]:
@@ -240,14 +251,16 @@ class _Match:
             return False
         return self._resizing.takes(owner, stored)
 
+    @cached_property
+    def _resizing(self) -> ResizingModules:
+        return ResizingModules(self._contents)
+
     def objects(self, dense: Sequence[DenseLoad]) -> tuple[Rebuilt, ...]:
         """Return the objects whose tensors are all loaded. One with none of them loaded is left alone."""
+        if not self._targets.rebuilt:
+            return ()
         loaded = {load.source.path for load in dense if load.is_for_object}
-        has_optimizers = any(isinstance(item.owner, torch.optim.Optimizer) for item in self._targets.rebuilt)
-        names: dict[object, list[str]] = defaultdict(list)
-        for place, name in _parameter_names(dense, self._targets) if has_optimizers else ():
-            names[place].append(name)
-        checks = ObjectChecks(self._contents, names)
+        checks = ObjectChecks(self._contents, self._targets, [(load.target, load.source) for load in dense])
         wanted: dict[Path, list[Path]] = defaultdict(list)
         for path in self._contents.leaf_paths:
             owner = self._targets.owner_of(path)
@@ -319,7 +332,7 @@ class _Match:
         why = ", which cannot be cast to it" if self._cast else ""
         self.problems.append(f"{what} has dtype {wanted}, the checkpoint {stored}{why}")
 
-    def raise_problems(self, hint: str) -> None:
+    def raise_problems(self, missing: list[str], unexpected: list[str]) -> None:
         problems = [*self.problems, *self.of_objects, *self.passing]
         if not problems:
             return
@@ -329,9 +342,10 @@ class _Match:
         passes = "; a Loader with strict=False lets missing and unexpected entries pass" if self.passing else ""
         cast = "; cast=True converts dtypes" if self.could_be_cast else ""
         as_it_was = "; make such an object as the one that was saved, or leave it out of the load"
+        hint = f"{passes}{wrapped_hint(missing, unexpected)}{cast}{as_it_was if self.of_objects else ''}"
         raise IncompatibleError(
             f"checkpoint of step {self._chain.step} does not fit the model, {count}: {shown}{more}",
-            hint=f"nothing was changed{passes}{hint}{cast}{as_it_was if self.of_objects else ''}",
+            hint=f"nothing was changed{hint}",
         )
 
     def check_encodings(self, plan: LoadPlan) -> None:
@@ -345,19 +359,14 @@ class _Match:
                 check_encoding(spec)
 
 
-def _parameter_names(dense: Sequence[DenseLoad], targets: DenseTargets) -> Iterator[tuple[object, str]]:
-    """Return where the tensors of modules are, each with its key in the stored state dict of its module."""
-    for load in dense:
-        owner = None if load.target is None else targets.owner_of(load.target.path)
-        if load.target is not None and load.target.pieces and owner is not None and owner.is_module:
-            yield memory_of(load.target.pieces[0].tensor), path_name(load.source.path[len(owner.path) :])
-
-
 def _settled(
     dense: Sequence[DenseLoad], chain: Chain, problems: list[str]
 ) -> tuple[tuple[DenseLoad, ...], tuple[Apart, ...]]:
     """Return the loads so that what overlaps in memory is filled once, or apart."""
-    filled, apart, different = overlaps([(load.target, load.source) for load in dense], chain)
+    runs = overlapping_runs([load.target for load in dense])
+    if not runs:
+        return tuple(dense), ()
+    filled, apart, different = overlaps([(load.target, load.source) for load in dense], runs, chain)
     problems += different
     chosen = [
         replace(load, target=apart[index].read) if index in apart else load

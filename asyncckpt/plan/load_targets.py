@@ -27,7 +27,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.encodings.cast import FLOATS, INTEGERS
+from asyncckpt.format.encodings.numbers import FLOATS, INTEGERS
 from asyncckpt.format.tree import (
     TENSOR,
     VALUE,
@@ -45,12 +45,13 @@ from asyncckpt.format.tree import (
 from asyncckpt.format.values import MAPPINGS
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.leaf_memory import check_leaf, overlaps_itself
+from asyncckpt.plan.leaf_memory import check_leaf, overlaps_itself, span
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.state import FlatState, flatten
 from asyncckpt.plan.wrapped_names import outer_prefix
 
 T = TypeVar("T")
+_ADDRESSED = ("cpu", "cuda")  # Addresses on other devices mean nothing here.
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,11 @@ class DenseTargets:
     def _owners(self) -> dict[Path, Rebuilt]:
         return {item.path: item for item in self.rebuilt}
 
+    @cached_property
+    def has_modules(self) -> bool:
+        """Whether an object among them is a module."""
+        return any(item.is_module for item in self.rebuilt)
+
     def owner_of(self, path: Path) -> Rebuilt | None:
         """Return the object that a leaf is inside of."""
         return owner_of(path, self._owners)
@@ -155,6 +161,8 @@ class DenseTargets:
 
     def with_extra_states_of(self, contents: Contents) -> DenseTargets:
         """Return targets without tensors of extra states that were stored in another form: set_extra_state takes it."""
+        if not self.has_modules:
+            return self
         stored = {item.path: item for item in contents.dense.values()}
 
         def is_kept(leaf: InPlace) -> bool:
@@ -260,6 +268,26 @@ def _rebuilt(flat: FlatState, state: Mapping[str, Any]) -> dict[Path, Rebuilt]:
         prefix = outer_prefix(reduce(lambda own, key: own[key_value(key)], path, state))
         found[path] = Rebuilt(path=path, owner=owner, tree=tree, wrapped=flat.wrapped.get(path, {}), prefix=prefix)
     return found
+
+
+def overlapping_runs(targets: Sequence[InPlace | None]) -> list[list[tuple[int, torch.Tensor]]]:
+    """Return the boxes, with the numbers of their targets, whose memory from the first to the last element overlaps."""
+    spans: list[tuple[int, int, int, torch.Tensor]] = []
+    for index, target in enumerate(targets):
+        for piece in () if target is None else target.pieces:
+            tensor = piece.tensor
+            if tensor.numel() and tensor.device.type in _ADDRESSED:
+                begin = tensor.data_ptr()
+                bytes = span(tensor.shape, tensor.stride()) * tensor.element_size()
+                spans.append((begin, begin + bytes, index, tensor))
+    runs: list[list[tuple[int, torch.Tensor]]] = []
+    end = 0
+    for begin, behind, index, tensor in sorted(spans, key=lambda item: item[0]):
+        if begin >= end:
+            runs.append([])
+        runs[-1].append((index, tensor))
+        end = max(end, behind)
+    return [sorted(run, key=lambda item: item[0]) for run in runs if len(run) > 1]
 
 
 def writable(name: str, path: Path, leaf: Any) -> InPlace:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import VALUE, Path, descend, leaves, path_name, rebuild
 from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_torchs
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_targets import Rebuilt
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
 from asyncckpt.plan.wrapped_names import bare_name
 
 # What torch's own optimizers keep for every element of a parameter.
@@ -43,15 +44,25 @@ _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_in
 
 
 class ObjectChecks:
-    """Checks of the objects of one load.
+    """Checks of the objects of one load. loads: its tensors, each with its source."""
 
-    names: those of parameters in the checkpoint, by the memory that they are loaded into, see `memory_of`. One that is
-    tied has several.
-    """
-
-    def __init__(self, contents: Contents, names: Mapping[object, Sequence[str]]) -> None:
-        self._contents, self._names = contents, names
+    def __init__(
+        self, contents: Contents, targets: DenseTargets, loads: Sequence[tuple[InPlace | None, StoredDense]]
+    ) -> None:
+        self._contents, self._targets, self._loads = contents, targets, loads
         self._dense = {item.path: item for item in contents.dense.values()}
+
+    @cached_property
+    def _names(self) -> Mapping[object, Sequence[str]]:
+        """The names of parameters in the checkpoint, by the memory that they are loaded into, see `memory_of`. One that
+        is tied has several.
+        """
+        names: dict[object, list[str]] = defaultdict(list)
+        for target, source in self._loads:
+            owner = None if target is None else self._targets.owner_of(target.path)
+            if target is not None and target.pieces and owner is not None and owner.is_module:
+                names[memory_of(target.pieces[0].tensor)].append(path_name(source.path[len(owner.path) :]))
+        return names
 
     def problems(self, item: Rebuilt) -> list[str]:
         """Return what is wrong with the state that was stored for an object, as far as it can be known."""

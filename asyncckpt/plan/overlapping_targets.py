@@ -5,14 +5,14 @@
     memory that overlaps in any other way, or        each is read into memory of its own, and put in its place when all
     blocks of another form (boxes, encodings)        is read; where one undoes another, the checkpoint does not fit
 
-Left out are targets on devices whose addresses mean nothing here.
+Left out are targets on devices whose addresses mean nothing here. Which may overlap, load_targets.py finds.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,8 @@ from asyncckpt.errors import IncompatibleError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import StoredDense
-from asyncckpt.plan.leaf_memory import span
 from asyncckpt.plan.load_targets import InPlace
 
-_ADDRESSED = ("cpu", "cuda")
 # More targets in one run of memory than these are taken to overlap without a look at every pair.
 _PAIRED_MAX = 64
 _WORK_MAX = 10_000  # Of NumPy's search for an element that two have.
@@ -70,13 +68,16 @@ def put_in_place(apart: Sequence[Apart]) -> None:
 
 
 def overlaps(
-    loads: Sequence[tuple[InPlace | None, StoredDense]], chain: Chain
+    loads: Sequence[tuple[InPlace | None, StoredDense]], runs: Iterable[list[tuple[int, torch.Tensor]]], chain: Chain
 ) -> tuple[set[int], dict[int, Apart], list[str]]:
-    """Return, of targets with their sources: those that another one fills, those to fill apart, and problems."""
+    """Return, of targets with their sources: those that another one fills, those to fill apart, and problems.
+
+    runs: of their boxes, see `overlapping_runs`.
+    """
     filled: set[int] = set()
     apart: dict[int, Apart] = {}
     problems: list[str] = []
-    for run in _runs([target for target, _ in loads]):
+    for run in runs:
         alike: dict[object, list[int]] = defaultdict(list)
         for index in dict.fromkeys(index for index, _ in run if index not in filled):
             own = alike[_target(loads[index]).memory()]
@@ -96,26 +97,6 @@ def overlaps(
 def _target(load: tuple[InPlace | None, StoredDense]) -> InPlace:
     assert load[0] is not None
     return load[0]
-
-
-def _runs(targets: Sequence[InPlace | None]) -> list[list[tuple[int, torch.Tensor]]]:
-    """Return the boxes, with the numbers of their targets, whose memory from the first to the last element overlaps."""
-    spans: list[tuple[int, int, int, torch.Tensor]] = []
-    for index, target in enumerate(targets):
-        for piece in () if target is None else target.pieces:
-            tensor = piece.tensor
-            if tensor.numel() and tensor.device.type in _ADDRESSED:
-                begin = tensor.data_ptr()
-                bytes = span(tensor.shape, tensor.stride()) * tensor.element_size()
-                spans.append((begin, begin + bytes, index, tensor))
-    runs: list[list[tuple[int, torch.Tensor]]] = []
-    end = 0
-    for begin, behind, index, tensor in sorted(spans, key=lambda item: item[0]):
-        if begin >= end:
-            runs.append([])
-        runs[-1].append((index, tensor))
-        end = max(end, behind)
-    return [sorted(run, key=lambda item: item[0]) for run in runs if len(run) > 1]
 
 
 def _same_bytes(one: StoredDense, other: StoredDense, chain: Chain) -> bool | None:

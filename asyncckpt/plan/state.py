@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.module_facts import facts_of, metadata_in
+from asyncckpt.format.module_facts import facts_of
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path
+from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path, metadata_in
 from asyncckpt.format.values import encode_value, mapping_kind
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import Table

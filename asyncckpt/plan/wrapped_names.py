@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.format.module_facts import metadata_in
+from asyncckpt.format.tree import metadata_in
 
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 # What holds the module in wrappers that are known by nothing else: torch.compile, activation checkpointing, FSDP1.

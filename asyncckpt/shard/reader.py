@@ -19,10 +19,12 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, cast
 
 import numpy as np
+import torch
 import xxhash
 
 from asyncckpt import system
 from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
+from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, HeaderEntry, Manifest, decode_header, header_length
 from asyncckpt.format.names import split_shard_path
 from asyncckpt.format.strict_json import looks_like
@@ -262,6 +264,14 @@ class ChainReader:
             for (number, _, _, size), digest in zip(reads, digests, strict=True):
                 if size == self.block(number).placed.spec.bytes:
                     self.check(number, digest.tobytes())
+
+    def array(self, number: int) -> torch.Tensor:
+        """Read all of a block, and return the array that it is."""
+        spec = self.block(number).placed.spec
+        raw = np.empty(spec.bytes, dtype=np.uint8)
+        self.add(number, raw.ctypes.data, begin=0, bytes=spec.bytes)
+        self.run()
+        return decode(raw, spec)
 
     def block(self, number: int) -> BlockFacts:
         return self._chain.blocks[number]

@@ -1,7 +1,7 @@
 """Boxes of a block that go to boxes of memory: dense tensors, and columns whose rows lie in one piece.
 
-What is a block of its own both in the file and in memory is read straight into place, or goes to a device as it is, in
-ranges of bytes. Else
+What is a block of its own both in the file and in memory is read straight into place (restore.py), or goes to a device
+as it is, in ranges of bytes. Otherwise
 
 1. without verification, runs of bytes that are in one piece in both, where they are long enough, straight into place;
 2. all other blocks by windows: ranges of the block's outermost dimension, or, where one step of that is larger than a
@@ -13,16 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from asyncckpt.devices.uploads import Uploads
-from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.dtypes import dtype_by_name, is_stored_as
 from asyncckpt.format.encodings import decode
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native.contract import U8
-from asyncckpt.snapshot.windows import BlockReader, Scatter
+from asyncckpt.snapshot.windows import BlockReader, Scatter, is_on_host, put
+
+if TYPE_CHECKING:
+    from asyncckpt.devices.uploads import Uploads
 
 # Shorter runs cost more as reads of their own than what lies between them.
 RUN_BYTES_MIN = 64 << 10
@@ -76,37 +79,22 @@ class BoxScatter:
         yield from _slabs(spec, (), self.copies, 0, span, bytes_max=bytes_max, whole=gapless)
 
 
-def queue_boxes(number: int, copies: Sequence[BoxCopy], reader: BlockReader, uploads: Uploads) -> list[Scatter]:
-    """Queue what can be read straight into place; return what cannot, for scatter_all."""
+def queue_box_parts(
+    number: int, copies: Sequence[BoxCopy], reader: BlockReader, uploads: Uploads | None
+) -> list[Scatter]:
+    """Queue the runs of boxes that can be read straight into place; return what cannot, for scatter_all."""
     spec = reader.block(number).placed.spec
-    if len(copies) == 1 and not spec.encoding and copies[0].shape == spec.shape and _is_plain(copies[0].target, spec):
-        target = copies[0].target
-        if uploads.is_on_host(target):
-            reader.add(number, target.data_ptr(), begin=0, bytes=spec.bytes)
-            return []
-        if uploads.device_of(target) is not None:
-            return [WholeScatter(number=number, target=target)]
     if reader.verify or spec.encoding:
         return [BoxScatter(number=number, copies=tuple(copies))]
     left = [
-        copy for copy in copies if not (uploads.is_on_host(copy.target) and _queue_runs(number, copy, spec, reader))
+        copy for copy in copies if not (is_on_host(copy.target, uploads) and _queue_runs(number, copy, spec, reader))
     ]
     return [BoxScatter(number=number, copies=tuple(left))] if left else []
 
 
-def _is_plain(target: torch.Tensor, spec: BlockSpec) -> bool:
-    return target.is_contiguous() and _has_bytes(target, spec)
-
-
-def _has_bytes(target: torch.Tensor, spec: BlockSpec) -> bool:
-    """Return whether the bytes of a block that is not encoded can stand in its memory."""
-    dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
-    return target.dtype is dtype and not target.is_conj() and not target.is_neg()
-
-
 def _queue_runs(number: int, copy: BoxCopy, spec: BlockSpec, reader: BlockReader) -> bool:
     """Read a box run by run into its place on the host; False where that cannot be, or does not pay."""
-    if not _has_bytes(copy.target, spec):
+    if not is_stored_as(copy.target, spec.dtype, owner=spec.name):
         return False
     itemsize, first = copy.target.element_size(), _run_begins(copy, spec)
     run_bytes = math.prod(copy.shape[first:]) * itemsize
@@ -147,10 +135,10 @@ class _Whole:
     spec: BlockSpec
     copies: tuple[BoxCopy, ...]
 
-    def put(self, memory: U8, uploads: Uploads) -> None:
+    def put(self, memory: U8, uploads: Uploads | None) -> None:
         values = decode(memory, self.spec) if self.spec.encoding else _values(memory, self.spec, self.spec.shape)
         for copy in self.copies:
-            uploads.put(copy.target, values[_box(copy.begin, copy.shape)])
+            put(copy.target, values[_box(copy.begin, copy.shape)], uploads)
 
 
 @dataclass(frozen=True)
@@ -168,7 +156,7 @@ class _Slab:
     first: int
     end: int
 
-    def put(self, memory: U8, uploads: Uploads) -> None:
+    def put(self, memory: U8, uploads: Uploads | None) -> None:
         depth = len(self.outer)
         values = _values(memory, self.spec, (self.end - self.first, *self.spec.shape[depth + 1 :]))
         for copy in self.copies:
@@ -178,7 +166,7 @@ class _Slab:
             target = copy.target
             for where, begin in zip(self.outer, copy.begin, strict=False):
                 target = target[where - begin]
-            uploads.put(target[low - at : high - at], values[box])
+            put(target[low - at : high - at], values[box], uploads)
 
 
 def _span(copies: Sequence[BoxCopy], dimension: int) -> tuple[int, int]:
@@ -258,5 +246,6 @@ class _Range:
     bytes: int
     target: torch.Tensor
 
-    def put(self, memory: U8, uploads: Uploads) -> None:
+    def put(self, memory: U8, uploads: Uploads | None) -> None:
+        assert uploads is not None
         uploads.put_bytes(self.target, self.begin, memory)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,9 +21,11 @@ from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import ID_COLUMN, Table, owns_ids
 from asyncckpt.native import core
 from asyncckpt.native.contract import I64, U8
-from asyncckpt.plan.load_plan import TableLoadPlan
 from asyncckpt.plan.stored_tables import StoredLayer, StoredShard
 from asyncckpt.snapshot.windows import BlockReader
+
+if TYPE_CHECKING:
+    from asyncckpt.plan.load_plan import TableLoadPlan
 
 
 @dataclass
@@ -85,6 +88,30 @@ class IdsReader:
         for number, raw, part in self._encoded:
             part[:] = decode(raw, self._reader.block(number).placed.spec).numpy()
         self._encoded.clear()
+
+
+def read_ids(layers: Sequence[StoredLayer], reader: BlockReader) -> list[LayerIds]:
+    """Return the ids of some layers, and the ids that each removes, verified."""
+    ids = IdsReader(reader)
+    found = [
+        LayerIds(
+            ids=ids.add(layer.columns.get(ID_COLUMN, ()), layer.rows_count),
+            removed=ids.add(layer.removed, layer.removed_count),
+        )
+        for layer in layers
+    ]
+    ids.run()
+    return found
+
+
+def layers_that_count(stored: StoredShard, reader: BlockReader) -> list[I64 | None]:
+    """Return the positions of the rows that count of every layer, newest first, ascending; None: all of them.
+
+    Takes 8 bytes for each id of all layers, and an id map over those of all layers but the oldest.
+    """
+    if len(stored.layers) == 1:
+        return [None]
+    return newest_rows(read_ids(stored.layers, reader), owner=f"table {stored.name!r}")
 
 
 def read_layers(plans: Sequence[TableLoadPlan], reader: BlockReader, threads: Executor) -> list[list[LayerRows]]:

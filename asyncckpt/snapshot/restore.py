@@ -20,28 +20,31 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.fetch import to_host
-from asyncckpt.devices.uploads import Uploads
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.dtypes import dtype_by_name, is_stored_as
 from asyncckpt.format.tree import Path
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.enough_memory import enough_memory
+from asyncckpt.model.enough_memory import enough_memory, raise_lack_of_memory
 from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
 from asyncckpt.native import core
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan, TableLoadPlan
 from asyncckpt.plan.load_targets import overlap
-from asyncckpt.snapshot.boxes import BoxCopy, queue_boxes
+from asyncckpt.snapshot.boxes import BoxCopy, WholeScatter, queue_box_parts
 from asyncckpt.snapshot.layer_rows import LayerRows, read_layers
-from asyncckpt.snapshot.windows import BlockReader, RowScatter, Scatter, scatter_all
+from asyncckpt.snapshot.windows import BlockReader, RowScatter, Scatter, goes_up, is_on_host, scatter_all
+
+if TYPE_CHECKING:
+    from asyncckpt.devices.uploads import Uploads
 
 
 @dataclass
@@ -88,7 +91,7 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
     rebuilt: dict[Path, Any] = {}
     scatters: list[Scatter] = []
     pool = ThreadPoolExecutor(core.cores_count, thread_name_prefix="asyncckpt-insert")
-    with Uploads(runtime()) as uploads, pool as threads:
+    with uploads_of_load() as uploads, pool as threads:
         for number in (number for item in plan.tables for shard in item.passed_over for number in shard.blocks()):
             reader.pass_over(number)
         layers = read_layers(plan.tables, reader, threads) if plan.tables else []
@@ -121,22 +124,35 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
     return rebuilt
 
 
+def uploads_of_load() -> AbstractContextManager[Uploads | None]:
+    """Return the copies to devices of one load; None in a process that uses none."""
+    found = runtime()
+    if found is None:
+        return nullcontext()
+    from asyncckpt.devices.uploads import Uploads
+
+    return Uploads(found)
+
+
 def _begin_load(item: TableLoadPlan, found: list[LayerRows], *, clear: bool, opened: OpenLoads) -> None:
     total = sum(len(layer.ids) if layer.mine is None else len(layer.mine) for layer in found)
     filled = frozenset.intersection(*(frozenset(layer.columns) for layer in found)) if found else frozenset()
-    with enough_memory(f"{total} rows of table {item.name!r}"):
+    try:
         opened.loads[item.name] = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
+    except (MemoryError, RuntimeError, ValueError) as error:
+        raise_lack_of_memory(error, f"{total} rows of table {item.name!r}")
+        raise
     opened.rows[item.name] = total
 
 
-def _goes_ahead(found: list[LayerRows], load: TableLoad, uploads: Uploads) -> bool:
+def _goes_ahead(found: list[LayerRows], load: TableLoad, uploads: Uploads | None) -> bool:
     """Return whether the columns can be read before the ids are inserted: one whole layer, for rows that are known."""
     if len(found) != 1 or found[0].mine is not None or not isinstance(load, OrderedLoad):
         return False
     [layer] = found
     layer.first_row = load.first_row()
     columns = [load.column(name) for name in layer.columns if name != ID_COLUMN]
-    if not all(uploads.is_on_host(column) and column.is_contiguous() for column in columns):
+    if not all(is_on_host(column, uploads) and column.is_contiguous() for column in columns):
         layer.first_row = None
     return layer.first_row is not None
 
@@ -146,7 +162,8 @@ def _insert(table: _Filling) -> None:
     item, found = table.item, table.found
     for layer in found:
         ids = layer.my_ids
-        layer.rows = to_host(table.load.insert(torch.from_numpy(ids)))
+        rows = table.load.insert(torch.from_numpy(ids))
+        layer.rows = rows.cpu() if runtime() is None else to_host(rows)
         is_one_run = _is_one_run(layer.rows)
         if not is_one_run and len(torch.unique(layer.rows)) != len(layer.rows):
             raise _twice(item, layer.source)
@@ -186,7 +203,7 @@ def _is_one_run(rows: torch.Tensor) -> bool:
     return last - first == count - 1 and bool((rows[1:] - rows[:-1] == 1).all())
 
 
-def _queue_columns(table: _Filling, reader: BlockReader, uploads: Uploads) -> list[Scatter]:
+def _queue_columns(table: _Filling, reader: BlockReader, uploads: Uploads | None) -> list[Scatter]:
     scatters = []
     for layer in table.found:
         for column in layer.columns:
@@ -196,7 +213,7 @@ def _queue_columns(table: _Filling, reader: BlockReader, uploads: Uploads) -> li
 
 
 def _queue_column(
-    layer: LayerRows, column: str, target: torch.Tensor, reader: BlockReader, uploads: Uploads
+    layer: LayerRows, column: str, target: torch.Tensor, reader: BlockReader, uploads: Uploads | None
 ) -> list[Scatter]:
     """Queue what can be read straight into place; return the blocks that cannot."""
     scatters: list[Scatter] = []
@@ -220,7 +237,7 @@ def _queue_column(
 def _queue_dense(
     dense: DenseLoad,
     reader: BlockReader,
-    uploads: Uploads,
+    uploads: Uploads | None,
     rebuilt: dict[Path, Any],
     made: dict[tuple[int, ...], torch.Tensor],
 ) -> list[Scatter]:
@@ -253,6 +270,19 @@ def _queue_dense(
         else:
             reader.pass_over(number)
     return scatters
+
+
+def queue_boxes(number: int, copies: Sequence[BoxCopy], reader: BlockReader, uploads: Uploads | None) -> list[Scatter]:
+    """Queue what can be read straight into place; return what cannot, for scatter_all."""
+    spec, target = reader.block(number).placed.spec, copies[0].target
+    is_whole = len(copies) == 1 and tuple(target.shape) == spec.shape and target.is_contiguous()
+    if is_whole and not spec.encoding and is_stored_as(target, spec.dtype, owner=spec.name):
+        if target.is_cpu and (uploads is None or uploads.device_of(target) is None):
+            reader.add(number, target.data_ptr(), begin=0, bytes=spec.bytes)
+            return []
+        if goes_up(target, uploads):
+            return [WholeScatter(number=number, target=target)]
+    return queue_box_parts(number, copies, reader, uploads)
 
 
 def _copies(spec: BlockSpec, pieces: Sequence[Piece]) -> Iterator[BoxCopy]:

@@ -6,6 +6,8 @@ several; nothing is read twice. Digests are taken over all of a block, or over t
 where their digests are known. An encoded block is read whole, verified, then decoded. `RowScatter` puts the rows of a
 window in their places, boxes.py its boxes.
 
+`uploads` is None in a process that uses no device: then all targets are on the host, or on what torch copies to.
+
 Windows for devices are pinned, and there are two: one is read while the other is uploaded (devices/uploads.py).
 So a load takes as long as the slower of disk and bus.
 """
@@ -15,18 +17,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from asyncckpt.devices.uploads import Uploads
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import BlockFacts
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import core, paged
 from asyncckpt.native.contract import I64, U8, Digester
+
+if TYPE_CHECKING:
+    from asyncckpt.devices.uploads import Uploads
 
 
 class BlockReader(Protocol):
@@ -64,7 +68,7 @@ class Window(Protocol):
     def begin(self) -> int: ...
     @property
     def bytes(self) -> int: ...
-    def put(self, memory: U8, uploads: Uploads) -> None:
+    def put(self, memory: U8, uploads: Uploads | None) -> None:
         """Bring what is wanted of these bytes to its place on the host, and list what goes to devices."""
         ...
 
@@ -90,7 +94,7 @@ class Scatter(Protocol):
         ...
 
 
-def scatter_all(items: Sequence[Scatter], reader: BlockReader, uploads: Uploads) -> None:
+def scatter_all(items: Sequence[Scatter], reader: BlockReader, uploads: Uploads | None) -> None:
     """Read every block and put its parts in place; CorruptError naming a damaged one, DeviceError.
 
     What goes to devices is launched, but may be on its way still when this returns.
@@ -98,9 +102,9 @@ def scatter_all(items: Sequence[Scatter], reader: BlockReader, uploads: Uploads)
     to_devices: list[Scatter] = []
     to_host: list[Scatter] = []
     for item in items:
-        is_up = any(uploads.device_of(target) is not None for target in item.targets)
-        (to_devices if is_up else to_host).append(item)
-    _scatter(to_devices, reader, uploads, bytes_max=DEVICE_TIMES * WINDOW_BYTES, new_window=uploads.window)
+        (to_devices if any(goes_up(target, uploads) for target in item.targets) else to_host).append(item)
+    if uploads is not None:
+        _scatter(to_devices, reader, uploads, bytes_max=DEVICE_TIMES * WINDOW_BYTES, new_window=uploads.window)
     # The same memory for every window.
     new_window = cache(lambda bytes: np.empty(bytes, dtype=np.uint8))
     _scatter(to_host, reader, uploads, bytes_max=WINDOW_BYTES, new_window=new_window)
@@ -109,7 +113,7 @@ def scatter_all(items: Sequence[Scatter], reader: BlockReader, uploads: Uploads)
 def _scatter(
     items: Sequence[Scatter],
     reader: BlockReader,
-    uploads: Uploads,
+    uploads: Uploads | None,
     *,
     bytes_max: int,
     new_window: Callable[[int], U8],
@@ -127,7 +131,26 @@ def _scatter(
                 if begin + len(memory) == part.end:
                     reader.check(number, digester.end(), begin=part.begin, end=part.end)
             window.put(memory[window.begin - begin :][: window.bytes], uploads)
-        uploads.launch()
+        if uploads is not None:
+            uploads.launch()
+
+
+def goes_up(target: torch.Tensor, uploads: Uploads | None) -> bool:
+    """Return whether a target is on a device to which uploads copy."""
+    return uploads is not None and uploads.device_of(target) is not None
+
+
+def is_on_host(target: torch.Tensor, uploads: Uploads | None) -> bool:
+    """Return whether the host writes a target's memory directly."""
+    return target.is_cpu and not goes_up(target, uploads)
+
+
+def put(target: torch.Tensor, values: torch.Tensor, uploads: Uploads | None) -> None:
+    """Copy values on the CPU to any tensor of their shape, to one on a device with the launch; see Uploads.put."""
+    if uploads is None:
+        target.copy_(values)
+    else:
+        uploads.put(target, values)
 
 
 @dataclass(frozen=True)
@@ -248,7 +271,7 @@ class _Rows:
     first_row: int
     end_row: int
 
-    def put(self, memory: U8, uploads: Uploads) -> None:
+    def put(self, memory: U8, uploads: Uploads | None) -> None:
         item = self.scatter
         if item.mine is None:
             positions, rows = None, item.rows[self.first_row : self.end_row]
@@ -258,7 +281,7 @@ class _Rows:
         if not len(rows):
             return
         values = self._values(memory).to(item.target.dtype)
-        if uploads.device_of(item.target) is not None:
+        if uploads is not None and uploads.device_of(item.target) is not None:
             uploads.put_rows(item.target, np.ascontiguousarray(rows.numpy()), values.contiguous(), positions)
             return
         if item.target.is_cpu and item.target.is_contiguous():

@@ -28,8 +28,7 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import CorruptError, NotFoundError, UsageError
-from asyncckpt.format.module_facts import metadata_in
-from asyncckpt.format.tree import with_metadata
+from asyncckpt.format.tree import metadata_in, with_metadata
 from asyncckpt.format.values import encode_value, made_mapping, mapping_kind
 from asyncckpt.strategies.mapping import STATE_DEPTH_MAX, shown_path
 

@@ -25,14 +25,14 @@ from asyncckpt.model.table import Role, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.gradients import PendingGradients
 from asyncckpt.tables.hash_table import HashTable
-from asyncckpt.tables.ids import IdsLike, RowsLike, flat_ids
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.noted_tables import note_tables
 from asyncckpt.tables.row_device import sent, spread
-from asyncckpt.tables.row_values import RowValues
+from asyncckpt.tables.row_values import RecordRows, RowValues
 from asyncckpt.tables.slots import SlotSpec
-from asyncckpt.tables.trained_table import RecordRows, TrainedTable
-from asyncckpt.tables.uncompiled import uncompiled
+from asyncckpt.tables.table_arguments import IdsLike, RowsLike, flat_ids
+from asyncckpt.tables.table_lock import uncompiled
+from asyncckpt.tables.trained_table import TrainedTable
 
 LAST_SEEN_COLUMN = "last_seen"
 COUNT_COLUMN = "count"

@@ -34,10 +34,8 @@ from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.errors import warn
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
-from asyncckpt.tables.cache_level import CacheLevel
-from asyncckpt.tables.cache_use import POLICIES
+from asyncckpt.tables.cache_level import POLICIES, CacheLevel
 from asyncckpt.tables.candidates import CANDIDATES_MAX
-from asyncckpt.tables.ids import IdsLike, flat_ids
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
@@ -45,7 +43,7 @@ from asyncckpt.tables.pinned_host import pinned_levels
 from asyncckpt.tables.row_device import row_device, selected
 from asyncckpt.tables.row_store import Level
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.table_arguments import checked_device, last_mentions
+from asyncckpt.tables.table_arguments import IdsLike, checked_device, flat_ids, last_mentions
 from asyncckpt.tables.table_statistics import CacheStatistics, TableStatistics
 from asyncckpt.tables.trained_table import TrainedTable
 

@@ -23,10 +23,9 @@ from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN, CacheCopy
 from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
-from asyncckpt.tables.cut import HashTableCut
-from asyncckpt.tables.row_copy import RowMemory, copy_rows, copy_runs
+from asyncckpt.tables.row_device import RowMemory, copy_rows, copy_runs
 from asyncckpt.tables.row_store import RowStore
-from asyncckpt.tables.table_lock import TableLock
+from asyncckpt.tables.table_lock import HashTableCut, TableLock
 from asyncckpt.tables.undo_log import CutPlaces, UndoLog
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.module_facts import NOTED_TABLES as KEY
-from asyncckpt.format.module_facts import metadata_in
+from asyncckpt.format.tree import metadata_in
 
 GIVE_MODULE = "give the module instead of its state_dict()"
 _notes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()

@@ -28,8 +28,7 @@ from asyncckpt.errors import DeviceError, UnsupportedError, UsageError
 from asyncckpt.native import I64, U8, Memory, UnusableLibrary, core, paged
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure, load_cuda_library
 from asyncckpt.signals import uninterrupted
-from asyncckpt.tables.row_copy import RowMemory
-from asyncckpt.tables.row_device import CudaRowDevice, RowDevice, Values
+from asyncckpt.tables.row_device import CudaRowDevice, RowDevice, RowMemory, Values
 
 _lost: list[Memory] = []
 

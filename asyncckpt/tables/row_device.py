@@ -11,11 +11,17 @@ On the host, everything is done at once. On a CUDA device, work is queued on the
    for what was queued before.
 
 Other kinds of devices use torch's own blocking copies.
+
+Rows of host memory are gathered and scattered by one native call on one thread, without the GIL. torch's own gather and
+scatter split even small copies over all cores. Beside the threads of an export or of a data loader each part then waits
+for a core, which costs far more than the copy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +29,46 @@ import torch
 
 from asyncckpt.errors import DeviceError
 from asyncckpt.native import I64, core
-from asyncckpt.tables.row_copy import RowMemory, copy_rows
+
+# These copies run beside training and must not take its cores.
+COPY_THREADS = 1
+
+
+@dataclass(frozen=True)
+class RowMemory:
+    """The memory of a column: row r is at `address + r * row_bytes`. `owner` keeps it alive."""
+
+    address: int
+    row_bytes: int
+    owner: object
+
+    @classmethod
+    def of(cls, column: torch.Tensor) -> RowMemory:
+        """Return the memory of a contiguous tensor `[rows, *row_shape]` on the CPU."""
+        assert column.is_cpu
+        assert column.is_contiguous()
+        row_bytes = column.element_size() * math.prod(column.shape[1:])
+        return cls(address=column.data_ptr(), row_bytes=row_bytes, owner=column)
+
+
+def copy_rows(source: RowMemory, source_rows: I64, *, target: int, target_rows: I64) -> None:
+    """Copy source_rows to target_rows, both int64 [n], of the memory at `target`."""
+    segments = np.empty((source_rows.size, 3), dtype=np.uint64)
+    segments[:, 0] = source.address + source_rows * source.row_bytes
+    segments[:, 1] = target + target_rows * source.row_bytes
+    segments[:, 2] = source.row_bytes
+    core.copy(segments, threads=COPY_THREADS)
+
+
+def copy_runs(source: RowMemory, runs: I64, *, target: int) -> None:
+    """Copy the rows of runs, int64 [k, 2] of (begin, end), one after another to the address `target`."""
+    counts = runs[:, 1] - runs[:, 0]
+    segments = np.empty((len(runs), 3), dtype=np.uint64)
+    segments[:, 0] = source.address + runs[:, 0] * source.row_bytes
+    segments[:, 1] = target + (np.cumsum(counts) - counts) * source.row_bytes
+    segments[:, 2] = counts * source.row_bytes
+    core.copy(segments, threads=COPY_THREADS)
+
 
 Values = Mapping[str, torch.Tensor]
 

@@ -23,13 +23,12 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN, IdsHeld, TableSchema
 from asyncckpt.native import I64, core
-from asyncckpt.tables.ids import ids_held
 from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice
-from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
+from asyncckpt.tables.table_arguments import ids_held
 from asyncckpt.tables.table_statistics import RowCounts
-from asyncckpt.tables.touched_rows import TouchedRows
+from asyncckpt.tables.touched_rows import RowWatchers, TouchedRows
 
 # By half: growth stays geometric, and the new pages are not touched before rows reach them.
 GROWTH_NUMERATOR, GROWTH_DENOMINATOR = 3, 2

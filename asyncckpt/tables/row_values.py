@@ -14,6 +14,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,10 +23,16 @@ from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import TableSchema
-from asyncckpt.native import I64
+from asyncckpt.native import I64, U8
 from asyncckpt.tables.row_device import sent, spread
 from asyncckpt.tables.row_store import Level
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
+
+# Called with the columns that training sees, rows of them, int64 [n], -1 for an id without a row, and the marks to set
+# for the others (uint8 by row, and the value); None if they are marked already. It must not use the table.
+WriteMemory: TypeAlias = Callable[[Mapping[str, torch.Tensor], I64, tuple[U8, int] | None], None]
+RecordRows: TypeAlias = Callable[["RowValues"], object]
+UseRows: TypeAlias = Callable[[I64], None]
 
 
 class RowValues:

@@ -12,18 +12,24 @@ The epoch counter is unbounded, a mark is one byte: the epoch minus an offset.
 When the bytes are used up, the older half of the marks becomes 1, the others are lowered, and versions of the older
 half are no longer known. Removed ids are logged beside the marks (EpochLog), because their rows may belong to other
 ids by now, and so are rows that were assigned to an id.
+
+Who copies rows while training goes on does not ask afterwards: it is told before they change (RowWatchers).
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from bisect import bisect_right
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncckpt.model.table import CutVersion
+from asyncckpt.guard import Guard
+from asyncckpt.model.table import CutVersion, RowWatcher
 from asyncckpt.native import I64, U8, core
+from asyncckpt.system import register_at_fork
 
 FREE, OLD, FIRST, LAST = 0, 1, 2, 255
 # By how much marks are lowered when they have reached the last one.
@@ -284,3 +290,56 @@ def _no_marks(capacity: int) -> U8:
     # A cut reads all of them. Not memory of the core, which forked children, where ids may be looked up, do not have.
     core.advise_huge(marks.ctypes.data, marks.nbytes)
     return marks
+
+
+# -- watchers ----------------------------------------------------------------------------------------------------------
+
+
+class RowWatchers:
+    """The watchers of one table. They are added under the table's lock and dropped from any thread, without it.
+
+    A forked child has none: it has neither the memory nor the threads of its parent's saves.
+    """
+
+    def __init__(self) -> None:
+        self._guard = Guard()
+        # Replaced and never modified, so that notifying needs no lock while a watcher blocks.
+        self._all: tuple[RowWatcher, ...] = ()
+        _of_all_tables.add(self)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, watcher: RowWatcher) -> None:
+        with self._guard:
+            self._all = (*self._all, watcher)
+
+    def drop(self, watcher: RowWatcher) -> None:
+        """Remove a watcher, if it is there."""
+        with self._guard:
+            self._all = tuple(other for other in self._all if other is not watcher)
+
+    def rows_change(self, rows: I64, columns: Collection[str] | None = None) -> None:
+        """See RowWatcher."""
+        if rows.size:
+            for watcher in self._all:
+                watcher.rows_change(rows, columns)
+
+    def storage_moves(self) -> None:
+        for watcher in self._all:
+            watcher.storage_moves()
+
+    def forget(self) -> None:
+        """Start anew in a forked child."""
+        self._all = ()
+
+
+_of_all_tables: weakref.WeakSet[RowWatchers] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for watchers in _of_all_tables:
+        watchers.forget()
+
+
+register_at_fork(after_in_child=_forget_in_child)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,22 +19,24 @@ from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64, U8
 from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.candidates import CANDIDATES, CandidateTable
-from asyncckpt.tables.cut import HashTableLoad
-from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_device import RowDevice, sent, spread
 from asyncckpt.tables.row_store import Level, RowStore
-from asyncckpt.tables.row_values import RowValues, check_distinct
+from asyncckpt.tables.row_values import RecordRows, RowValues, UseRows, WriteMemory, check_distinct
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.stored_table import StoredTable, TableValue
-from asyncckpt.tables.table_arguments import check_name, check_shard, check_slot, checked_values
-
-# Called with the columns that training sees, rows of them, int64 [n], -1 for an id without a row, and the marks to set
-# for the others (uint8 by row, and the value); None if they are marked already. It must not use the table.
-WriteMemory: TypeAlias = Callable[[Mapping[str, torch.Tensor], I64, tuple[U8, int] | None], None]
-
-RecordRows: TypeAlias = Callable[[RowValues], object]
-UseRows: TypeAlias = Callable[[I64], None]
+from asyncckpt.tables.table_arguments import (
+    IdsLike,
+    RowsLike,
+    check_name,
+    check_owned,
+    check_shard,
+    check_slot,
+    checked_values,
+    flat_ids,
+    flat_rows,
+)
+from asyncckpt.tables.table_lock import HashTableLoad
 
 
 class TrainedTable(StoredTable):
@@ -109,8 +111,7 @@ class TrainedTable(StoredTable):
 
         Absent ids get a new row, or -1 if insert is False. With insert, all of the rows are marked as written. To write
         them, use `update` or `rows`: other writes, which torch counts, make the next save copy or compare all rows.
-        Raises UsageError, before any insert, if ids are not int64 or one that would be inserted belongs to another
-        shard.
+        Raises UsageError, before any insert, if ids are not int64 or one to insert belongs to another shard.
 
         An absent id gets its row at the admit_after-th lookup with insert, and -1 before that; one call counts an id
         once. A MultiLevelTable brings the rows into the cache and returns cache rows. Warns once per table if the cache
@@ -163,9 +164,8 @@ class TrainedTable(StoredTable):
             first = int(flat[np.setdiff1d(np.arange(flat.size), positions)[0]])
             what = f"id to read from table {self._name!r} has no row"
             raise UsageError(what, found=first, hint="absent_as_zeros=True reads zeros for such ids")
-        shape = tuple(ids.shape)
         return {
-            name: spread(value, positions, count=flat.size).view((*shape, *value.shape[1:]))
+            name: spread(value, positions, count=flat.size).view((*ids.shape, *value.shape[1:]))
             for name, value in values.items()
         }
 

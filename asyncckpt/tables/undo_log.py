@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from asyncckpt.errors import DeadlineError, IOFailedError, UsageError
 from asyncckpt.model.row_runs import window
 from asyncckpt.native import I64, Memory, core
-from asyncckpt.tables.row_copy import RowMemory, copy_rows
+from asyncckpt.tables.row_device import RowMemory, copy_rows
 
 # How long a change of rows waits without any window being exported, before the cut is given up.
 PAUSE_S_MAX = 300.0

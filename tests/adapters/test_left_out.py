@@ -16,8 +16,9 @@ import torch
 
 import asyncckpt
 from asyncckpt import embcache
-from asyncckpt.adapters import dense_state_of, left_out, tables_of
-from asyncckpt.adapters.left_out import tables_left_out
+from asyncckpt.adapters import dense_state_of, tables_of
+from asyncckpt.tables import left_out
+from asyncckpt.tables.left_out import tables_left_out
 from asyncckpt.trainer_state import TrainerState
 
 

@@ -303,7 +303,7 @@ def test_a_fence_that_raises_keeps_no_arena(tmp_path: Path, monkeypatch: pytest.
     with Saver(path=tmp_path, hashtables={"user": table}, on_busy=asyncckpt.BusyPolicy("raise", deadline=5.0)) as saver:
         save(saver, 1)
         with monkeypatch.context() as broken:
-            from asyncckpt.tables.cut import HashTableCut
+            from asyncckpt.tables.table_lock import HashTableCut
 
             plain = HashTableCut.fence
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.inspect import compare_tables, stored_values
+from asyncckpt.engine.inspect import compare as compared
+from asyncckpt.engine.inspect import stored_values
 from asyncckpt.errors import NotFoundError, UsageError
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.inspection import compare, find_rows, outline
@@ -21,7 +22,7 @@ from tests.end_to_end.merged_ranks import as_boxes, save_each
 @pytest.fixture(params=[4 << 20, 64])
 def window_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows as they are, and such that everything takes several."""
-    for module in (stored_values, compare_tables):
+    for module in (stored_values, compared):
         monkeypatch.setattr(module, "WINDOW_BYTES", request.param)
 
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.dcp import StorageReader
-from asyncckpt.engine.load import shared_tensors
+from asyncckpt.engine.load import whole_state
 from asyncckpt.plan import leaf_memory
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.trees import differences, live, shared_bytes
@@ -299,7 +299,7 @@ def test_a_tensor_in_an_order_of_its_own_is_loaded_where_it_stays(
 ) -> None:
     last = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
     asyncckpt.save(tmp_path / "d", {"last": last, "tied": last, "turned": torch.arange(6.0).view(2, 3).t()})
-    monkeypatch.setattr(shared_tensors, "_views", lambda own: pytest.fail("it is moved, in as much memory again"))
+    monkeypatch.setattr(whole_state, "_views", lambda own: pytest.fail("it is moved, in as much memory again"))
     found = asyncckpt.load(tmp_path / "d")
     assert found["last"] is found["tied"]
     assert (found["last"].stride(), found["turned"].stride()) == (last.stride(), (1, 3))

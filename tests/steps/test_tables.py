@@ -20,7 +20,7 @@ from asyncckpt.devices.watches import TableWatch, Watch
 from asyncckpt.nn import HashEmbedding, Uniform
 from asyncckpt.optim import SparseAdam, SparseSGD
 from asyncckpt.snapshot import table_capture
-from asyncckpt.tables.row_watchers import RowWatchers
+from asyncckpt.tables.touched_rows import RowWatchers
 from tests.steps import gate as gates
 
 pytestmark = pytest.mark.any_core

@@ -11,7 +11,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.tables.multi_level import MultiLevelTable
-from asyncckpt.tables.row_watchers import RowWatchers
+from asyncckpt.tables.touched_rows import RowWatchers
 from asyncckpt.testing import Contents, TableSuite
 from tests.testing.one_test import FAILURES, run_one
 from tests.testing.test_hash_table_suite import ids_of, random_values

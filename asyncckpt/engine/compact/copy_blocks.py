@@ -1,14 +1,24 @@
-"""Copy stored blocks into the shard files of a new attempt: for compaction, and where tensors are removed."""
+"""Read stored blocks beside training, and copy them into the shard files of a new attempt: for compaction, and where
+tensors are removed.
+
+Saves and loads of this process go first: they share disk and cores with whatever rewrites a checkpoint, and somebody
+waits for them. Before each read, which is of a window, a PatientReader waits while a save or load is in flight. In all
+it waits WAIT_S, and WAITS_PER_WORK times as long as it has worked, and no longer, so it also ends where one save
+follows upon the other.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.commit.root import WriteRoot
+from asyncckpt.engine.process.save_lock import save_lock
+from asyncckpt.format.manifest import Chain, FileFacts
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import I64, U8, core, paged
+from asyncckpt.native import I64, U8, Progress, core, paged
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.plan.image import ImagePlan, plan_image
@@ -16,6 +26,7 @@ from asyncckpt.shard.files import ShardTarget
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.stream import stream_sources
+from asyncckpt.signals import STEP_S
 
 
 @dataclass(frozen=True)
@@ -62,3 +73,30 @@ def write_apart(
         return stream_sources(image, sources, target, buffers=buffers, writer=IdleEndingThreads("asyncckpt-copy", 1))
     finally:
         memory.close()
+
+
+WAIT_S = 1.0
+WAITS_PER_WORK = 4.0
+
+
+class PatientReader(ChainReader):
+    """Reads with one thread. `cancelled` ends a wait; it does not end a read."""
+
+    def __init__(self, root: WriteRoot, chain: Chain, *, cancelled: Progress) -> None:
+        self._cancelled = cancelled
+        self._begun = time.monotonic()
+        self._waited_s = 0.0
+        super().__init__(root.data, chain, threads=1, verify=True, progress=Progress())
+
+    def run(self) -> None:
+        self._give_way()
+        super().run()
+
+    def _give_way(self) -> None:
+        began = time.monotonic()
+        worked_s = began - self._begun - self._waited_s
+        until = began + WAIT_S + WAITS_PER_WORK * worked_s - self._waited_s
+        while not self._cancelled.cancelled and (left_s := until - time.monotonic()) > 0:
+            if save_lock.wait_until_free(min(left_s, STEP_S)):
+                break
+        self._waited_s += time.monotonic() - began

@@ -15,12 +15,12 @@ from asyncckpt.engine.compact.copy_blocks import BlockCopy
 from asyncckpt.errors import SaveCancelledError, UnsupportedError
 from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.model.block import TableFacts
-from asyncckpt.model.table import ID_COLUMN, Role
+from asyncckpt.model.table import Role
 from asyncckpt.native import I64, Progress
 from asyncckpt.plan.stored_tables import StoredShard, stored_tables
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import copied_spec
-from asyncckpt.snapshot.layer_rows import IdsReader, LayerIds, newest_rows
+from asyncckpt.snapshot.layer_rows import layers_that_count
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,3 @@ def _placed(parts: Sequence[BlockCopy], rows_count: int) -> Iterator[BlockCopy]:
         yield replace(part, spec=replace(part.spec, row_begin=begin if is_part else 0, whole_shape=whole))
         begin += count
     assert begin == rows_count
-
-
-def layers_that_count(stored: StoredShard, reader: ChainReader) -> list[I64 | None]:
-    """Return the positions of the rows that count of every layer, newest first, ascending; None: all of them.
-
-    Takes 8 bytes for each id of all layers, and an id map over those of all layers but the oldest.
-    """
-    if len(stored.layers) == 1:
-        return [None]
-    ids = IdsReader(reader)
-    layers = [
-        LayerIds(
-            ids=ids.add(layer.columns.get(ID_COLUMN, ()), layer.rows_count),
-            removed=ids.add(layer.removed, layer.removed_count),
-        )
-        for layer in stored.layers
-    ]
-    ids.run()
-    return newest_rows(layers, owner=f"table {stored.name!r}")

@@ -25,9 +25,8 @@ from asyncckpt.commit.discover import is_committed, newest_step, read_manifest
 from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Commits, Transaction
-from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
+from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, PatientReader, copy_blocks
 from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
-from asyncckpt.engine.compact.patient_reader import PatientReader
 from asyncckpt.engine.process.background import background, rewriters, senders
 from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
 from asyncckpt.engine.save.save_job import SaveTarget

@@ -17,20 +17,19 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
 from asyncckpt.commit.root import ReadRoot, open_root
-from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
+from asyncckpt.engine.compact.fold import copies_of_column
 from asyncckpt.engine.follow.cursor import SeenStep
 from asyncckpt.engine.load.run_load import empty_companions, fill, give_state_dicts, report_of, with_scalars
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError
-from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import compacted_manifest_name, manifest_name
 from asyncckpt.model.enough_memory import enough_memory
@@ -45,8 +44,9 @@ from asyncckpt.plan.load_targets import dense_targets
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
-from asyncckpt.snapshot.layer_rows import IdsReader
+from asyncckpt.snapshot.layer_rows import IdsReader, layers_that_count
 from asyncckpt.storage.store_answers import NoBucketError
+from asyncckpt.tables.left_out import tables_left_out
 
 
 @runtime_checkable
@@ -187,8 +187,8 @@ class OpenUpdate:
         """Load the step. changes: what is new in it, for the tables that hold the previous one."""
         begun, bytes_before = time.perf_counter(), reader.bytes_read
         targets = dense_targets(state, tables=iter(tables))
-        left_out = tables_left_out(state, tables.values())
         contents = as_targets_name_it(self._contents, targets)
+        left_out = partial(tables_left_out, state, tables.values())
         plan = make_load_plan(self._chain, contents, targets, tables, strict=strict, left_out=left_out)
         report = report_of(self.path, self._chain, contents, targets, plan)
         whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in changes))
@@ -294,11 +294,7 @@ def _read_column(change: StoredTable, column: str, chosen: list[list[I64 | None]
     parts = []
     for shard, own in zip(change.shards, chosen, strict=True):
         for copy in copies_of_column(shard, column, own, reader):
-            spec = reader.block(copy.number).placed.spec
-            raw = np.empty(spec.bytes, dtype=np.uint8)
-            reader.add(copy.number, raw.ctypes.data, begin=0, bytes=spec.bytes)
-            reader.run()
-            values = decode(raw, spec)
+            values = reader.array(copy.number)
             parts.append(values if copy.rows is None else values[torch.from_numpy(copy.rows)])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -1,4 +1,4 @@
-"""Read parts of stored blocks as arrays: a range of rows, or rows here and there.
+"""Read parts of stored blocks as arrays, a range of rows or rows here and there, and tell how far numbers are apart.
 
 Only what is asked for is read, so it is not checked against the digest of its block. A block whose encoding does not
 store every row by itself is small (ENCODED_BYTES_MAX): it is decoded as a whole, and kept until another one is.
@@ -6,6 +6,7 @@ store every row by itself is small (ENCODED_BYTES_MAX): it is decoded as a whole
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,10 +73,7 @@ class StoredValues:
     def _whole(self, number: int) -> torch.Tensor:
         if self._decoded is None or self._decoded[0] != number:
             spec = self.spec(number)
-            raw = np.empty(spec.bytes, dtype=np.uint8)
-            self._reader.add(number, raw.ctypes.data, begin=0, bytes=spec.bytes)
-            self._reader.run()
-            self._decoded = number, decode(raw, spec).reshape(spec.shape or (1,))
+            self._decoded = number, self._reader.array(number).reshape(spec.shape or (1,))
         return self._decoded[1]
 
 
@@ -100,3 +98,47 @@ def _is_rowwise(spec: BlockSpec) -> bool:
     if not spec.encoding:
         return True
     return stored_as(dtype_by_name(spec.dtype, owner=spec.name).dtype, spec.shape, spec.encoding) is not None
+
+
+class NumbersCompared:
+    """Sums over pairs of arrays, in float64; of complex numbers over both of their parts.
+
+    What torch cannot convert to float64 is compared by its bits alone: max_abs and cosine are None then.
+    """
+
+    def __init__(self) -> None:
+        self._max_abs: float | None = 0.0
+        self._products = torch.zeros(3, dtype=torch.float64, device="cpu")
+
+    def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Take two arrays of the same shape and dtype into account."""
+        if self._max_abs is None or not first.numel():
+            return
+        try:
+            a, b = _float64(first), _float64(second)
+        except (RuntimeError, NotImplementedError, TypeError):
+            self._max_abs = None
+            return
+        same = (a == b) | (a.isnan() & b.isnan())
+        farthest = torch.where(same, 0.0, (a - b).abs()).max().item()
+        self._max_abs = max(self._max_abs, farthest) if farthest == farthest else math.nan
+        self._products += torch.stack([a @ b, a @ a, b @ b])
+
+    @property
+    def max_abs(self) -> float | None:
+        """The largest absolute difference; nan where a number became nan or ceased to be it."""
+        return self._max_abs
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine of the angle between all numbers as two vectors; None where one of them is zero."""
+        both, first, second = self._products.tolist()
+        if self._max_abs is None or not first or not second:
+            return None
+        return both / math.sqrt(first) / math.sqrt(second) if first == first and second == second else math.nan
+
+
+def _float64(values: torch.Tensor) -> torch.Tensor:
+    if values.is_complex():
+        values = torch.view_as_real(values.to(torch.complex128))
+    return values.reshape(-1).to(torch.float64)

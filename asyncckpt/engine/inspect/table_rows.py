@@ -1,8 +1,12 @@
-"""The rows of a stored table that count, by their ids and places, and their values column by column."""
+"""The rows of a stored table that count, by their ids and places, and their values column by column.
+
+To find some rows by their ids, the ids of the table are read in windows, of every shard the newest layer first, until
+all that are looked for are decided; then only the rows that were found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +15,12 @@ import torch
 from asyncckpt.engine.inspect.stored_values import StoredValues, bits_of
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
+from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64
-from asyncckpt.plan.stored_tables import StoredLayer, StoredTable
+from asyncckpt.plan.stored_tables import StoredLayer, StoredShard, StoredTable
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.snapshot.layer_rows import IdsReader, LayerIds, newest_rows
+from asyncckpt.snapshot.layer_rows import newest_rows, read_ids
 
 
 @dataclass(frozen=True)
@@ -79,36 +84,84 @@ class TableRows:
 
     def read(self, column: str, rows: I64) -> torch.Tensor:
         """Return a column of some rows of the table, distinct, in their order, [n, *row shape]."""
-        dtype, shape = self.form(column)
-        found = torch.empty(len(rows), *shape, dtype=dtype_by_name(dtype, owner=column).dtype, device="cpu")
-        bits = bits_of(found)
-        for part in self.parts:
-            mine = np.flatnonzero((rows >= part.begin) & (rows < part.end))
-            if len(mine):
-                for at, values in self._of_part(part, column, part.positions(rows[mine])):
-                    bits[torch.from_numpy(mine[at])] = bits_of(values)
-        return found
+        own = [(part, np.flatnonzero((rows >= part.begin) & (rows < part.end))) for part in self.parts]
+        places = [(part.layer, mine, part.positions(rows[mine])) for part, mine in own if len(mine)]
+        return _read(column, places, self._values, form=self.form(column), count=len(rows))
 
-    def _of_part(self, part: Part, column: str, positions: I64) -> list[tuple[I64, torch.Tensor]]:
-        """Return values of a layer, block by block, each with which of the positions they are of."""
-        found = []
-        for number in part.layer.columns[column]:
-            spec = self._values.spec(number)
+
+def _read(
+    column: str,
+    places: Iterable[tuple[StoredLayer, I64, I64]],
+    values: StoredValues,
+    *,
+    form: tuple[str, tuple[int, ...]],
+    count: int,
+) -> torch.Tensor:
+    """Return a column of `count` rows: of every layer which of them stand in it, and where."""
+    found = torch.empty(count, *form[1], dtype=dtype_by_name(form[0], owner=column).dtype, device="cpu")
+    bits = bits_of(found)
+    for layer, which, positions in places:
+        for number in layer.columns[column]:
+            spec = values.spec(number)
             at = np.flatnonzero((positions >= spec.row_begin) & (positions < spec.row_begin + spec.shape[0]))
             if len(at):
-                found.append((at, self._values.rows(number, positions[at] - spec.row_begin)))
-        return found
-
-
-def read_ids(layers: Sequence[StoredLayer], reader: ChainReader) -> list[LayerIds]:
-    """Return the ids, and the removed ids, of some layers, verified."""
-    ids = IdsReader(reader)
-    found = [
-        LayerIds(
-            ids=ids.add(layer.columns.get(ID_COLUMN, ()), layer.rows_count),
-            removed=ids.add(layer.removed, layer.removed_count),
-        )
-        for layer in layers
-    ]
-    ids.run()
+                bits[torch.from_numpy(which[at])] = bits_of(values.rows(number, positions[at] - spec.row_begin))
     return found
+
+
+@dataclass(frozen=True)
+class FoundRows:
+    """Rows of a table. ids: int64 [n], in the order in which they were asked for; columns: each [n, *row shape].
+
+    missing: ids that the table does not hold.
+    """
+
+    ids: I64
+    columns: dict[str, torch.Tensor]
+    missing: I64
+
+
+def find_rows(table: StoredTable, values: StoredValues, ids: I64) -> FoundRows:
+    """Return the rows of some ids, int64 [n]; each once."""
+    wanted = np.unique(ids)
+    found: dict[int, tuple[StoredLayer, int]] = {}
+    for shard in table.shards:
+        owned = wanted if shard.shard == (0, 1) else wanted[owned_mask(wanted, shard=shard.shard)]
+        found |= _places(shard, owned, values)
+    order = [id for id in dict.fromkeys(ids.tolist()) if id in found]
+    rows = np.array([found[id][1] for id in order], dtype=np.int64)
+    places = []
+    for layer in table.layers:
+        which = np.flatnonzero([found[id][0] is layer for id in order])
+        places.append((layer, which, rows[which]))
+    columns = {}
+    for name, numbers in table.columns.items():
+        if name != ID_COLUMN:
+            spec = values.spec(numbers[0])
+            columns[name] = _read(name, places, values, form=(spec.dtype, spec.shape[1:]), count=len(order))
+    missing = [id for id in wanted.tolist() if id not in found]
+    return FoundRows(np.array(order, dtype=np.int64), columns, np.array(missing, dtype=np.int64))
+
+
+def _places(shard: StoredShard, wanted: I64, values: StoredValues) -> dict[int, tuple[StoredLayer, int]]:
+    """Return the layer and the row in it of every id that the shard holds."""
+    found: dict[int, tuple[StoredLayer, int]] = {}
+    left = wanted
+    for layer in shard.layers:
+        for id, row in _hits(layer.columns.get(ID_COLUMN, ()), left, values):
+            found.setdefault(id, (layer, row))
+        gone = [id for id, _ in _hits(layer.removed, left, values)]
+        left = np.setdiff1d(left, np.array([*found, *gone], dtype=np.int64))
+        if not len(left):
+            break
+    return found
+
+
+def _hits(numbers: Sequence[int], wanted: I64, values: StoredValues) -> Iterator[tuple[int, int]]:
+    """Return the ids of some blocks that are among those wanted, with their rows."""
+    for number in numbers:
+        spec, step = values.spec(number), values.window_rows(number)
+        for begin in range(0, spec.shape[0], step) if len(wanted) else ():
+            ids = values.range(number, begin, min(begin + step, spec.shape[0])).numpy()
+            at = np.flatnonzero(np.isin(ids, wanted))
+            yield from zip(ids[at].tolist(), (at + begin + spec.row_begin).tolist(), strict=True)

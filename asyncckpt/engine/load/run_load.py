@@ -13,20 +13,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import mark_verified, read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, StoreRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
-from asyncckpt.engine.load.load_object import load_object
-from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
-from asyncckpt.engine.load.shared_tensors import shared_again
+from asyncckpt.engine.load.load_object import PlainPart, load_object, plain_parts
 from asyncckpt.engine.load.verify import verify_blocks
-from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
+from asyncckpt.engine.load.whole_state import WholeRequest, WholeState, shared_again
 from asyncckpt.engine.process.half_filled import half_filled
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError, warn
@@ -44,7 +42,7 @@ from asyncckpt.format.tree import (
     with_metadata,
 )
 from asyncckpt.format.tree import Path as LeafPath
-from asyncckpt.model.enough_memory import enough_memory
+from asyncckpt.model.enough_memory import raise_lack_of_memory
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import HasCompanions, Table
@@ -58,6 +56,7 @@ from asyncckpt.plan.overlapping_targets import put_in_place
 from asyncckpt.plan.wrapped_names import with_wrapped_names
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
+from asyncckpt.tables.left_out import tables_left_out
 from asyncckpt.tables.noted_tables import with_notes
 
 NAMES_SHOWN_MAX = 8
@@ -87,7 +86,7 @@ class LoadRequest:
     ranks_count: int = 1
     whole: WholeRequest | None = None
     puts_values: bool = False
-    before_fill: Callable[[], object] = lambda: None
+    before_fill: Callable[[], object] | None = None
     is_part: bool = False
 
 
@@ -105,7 +104,7 @@ class OpenStep:
 
 
 def run_load(
-    root: ReadRoot, request: LoadRequest, progress: Progress, *, on_read: Callable[[], bool] = lambda: True
+    root: ReadRoot, request: LoadRequest, progress: Progress, *, on_read: Callable[[], bool] | None = None
 ) -> LoadReport:
     """Load the wanted step; with fallback, the newest sound one.
 
@@ -117,30 +116,35 @@ def run_load(
 
     def look() -> OpenStep:
         nonlocal step
-        step = _candidate(root, request, passed_over)
+        if passed_over:
+            step = _older(root, passed_over)
+        elif request.step is None:
+            step = newest_step(root)
+        else:
+            step = request.step
         return _open_step(root, request, step, progress)
 
     while True:
         begun = time.perf_counter()
         try:
-            with enough_memory(f"a load from {str(root.path)!r}"):
-                if isinstance(root, StoreRoot) and request.step is None and request.strict:
-                    # There, what is open does not stay readable. Not strict, two steps could be mixed in the targets.
-                    report = look_again(root, lambda: load_open(root, request, look(), on_read))
-                else:
-                    report = load_open(root, request, look_again(root, look), on_read)
+            if isinstance(root, StoreRoot) and request.step is None and request.strict:
+                # There, what is open does not stay readable. Not strict, two steps could be mixed in the targets.
+                report = look_again(root, lambda: load_open(root, request, look(), on_read))
+            else:
+                report = load_open(root, request, look_again(root, look), on_read)
         except (CorruptError, NotFoundError) as error:
             if step is None or step in passed_over or not request.fallback:
                 raise
             passed_over[step] = error
+        except (MemoryError, RuntimeError, ValueError) as error:
+            raise_lack_of_memory(error, f"a load from {str(root.path)!r}")
+            raise
         else:
             return replace(report, fallback_from=tuple(passed_over), seconds=time.perf_counter() - begun)
 
 
-def _candidate(root: ReadRoot, request: LoadRequest, passed_over: Mapping[int, Exception]) -> int:
-    """Return the step to try next. NotFoundError when there is none at all, CorruptError when none is left."""
-    if not passed_over:
-        return newest_step(root) if request.step is None else request.step
+def _older(root: ReadRoot, passed_over: Mapping[int, Exception]) -> int:
+    """Return the step to try next. CorruptError when none is left."""
     last = min(passed_over)
     older = [step for step in committed_steps(root) if step < last]
     if not older:
@@ -175,7 +179,7 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
         filter_func=request.filter_func,
         strict=request.strict,
         cast=request.cast,
-        left_out=tables_left_out(request.state, tables.values()),
+        left_out=partial(tables_left_out, request.state, tables.values()),
         is_part=request.is_part or whole is not None,
     )
     report = report_of(root.path, chain, contents, targets, plan)
@@ -191,7 +195,7 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
 
 
 def load_open(
-    root: ReadRoot, request: LoadRequest, opened: OpenStep, on_read: Callable[[], bool] = lambda: True
+    root: ReadRoot, request: LoadRequest, opened: OpenStep, on_read: Callable[[], bool] | None = None
 ) -> LoadReport:
     """Fill the targets from the open files, and close these."""
     chain, contents, plan = opened.chain, opened.contents, opened.plan
@@ -204,10 +208,11 @@ def load_open(
 
         def before_fill() -> None:
             half_filled.note(request.state, request.tables, step=chain.step)
-            request.before_fill()
+            if request.before_fill is not None:
+                request.before_fill()
 
         rebuilt, rows = fill(plan, reader, clear=not request.merge, before_fill=before_fill, on_read=on_read)
-        if not request.merge:
+        if plan.tables and not request.merge:
             empty_companions(plan.tables, plan)
         bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
@@ -258,8 +263,8 @@ def fill(
     reader: ChainReader,
     *,
     clear: bool,
-    before_fill: Callable[[], object] = lambda: None,
-    on_read: Callable[[], bool] = lambda: True,
+    before_fill: Callable[[], object] | None = None,
+    on_read: Callable[[], bool] | None = None,
 ) -> tuple[dict[LeafPath, Any], dict[str, int]]:
     """Fill all targets of a plan and end the loads of its tables; return as `restore`, and rows loaded per table.
 
@@ -269,12 +274,15 @@ def fill(
     opened = OpenLoads()
     try:
         with torch.no_grad():
-            # What overlaps goes first, for only its bytes tell whether it can be loaded.
-            ahead = restore(plan.of_apart(), reader, clear=clear, opened=opened) if plan.apart else {}
-            put_in_place(plan.apart)
-            before_fill()
-            rebuilt = ahead | restore(plan.without_apart(), reader, clear=clear, opened=opened)
-        if not on_read():
+            rebuilt = {}
+            if plan.apart:  # Goes first, for only its bytes tell whether it can be loaded.
+                rebuilt = restore(plan.of_apart(), reader, clear=clear, opened=opened)
+                put_in_place(plan.apart)
+                plan = plan.without_apart()
+            if before_fill is not None:
+                before_fill()
+            rebuilt |= restore(plan, reader, clear=clear, opened=opened)
+        if on_read is not None and not on_read():
             raise SaveCancelledError("the load was cancelled")
     except BaseException:
         try:
@@ -303,6 +311,8 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
     for item in plan.state_dicts:
         if plan.metadata[item.path] != module_metadata(item.tree):
             item.owner._metadata = with_notes(plan.metadata[item.path], item.owner)
+    if not plan.objects:
+        return
     # Known before modules are loaded, which may put their parameters elsewhere.
     as_stored = parameters_at(frozenset(plan.memory_of_stored_dtype()), [item.owner for item in plan.objects])
     if contents.shared:

@@ -23,7 +23,7 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN, CountsIds, HoldsRange, IdsHeld, OwnsIds, Table, TableCut
 from asyncckpt.model.table_shard import buckets_of, described, is_part, make_up, may_share_ids
-from asyncckpt.tables.ids import ids_held
+from asyncckpt.tables.table_arguments import ids_held
 
 TOGETHER_HINT = (
     "make the Saver on every rank, with ranks=RankOptions(process_group=torch.distributed.group.WORLD), or with "

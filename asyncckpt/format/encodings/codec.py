@@ -10,11 +10,9 @@ import torch
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.dtypes import dtype_by_name, stored_dtype
-from asyncckpt.format.encodings.cast import Cast
-from asyncckpt.format.encodings.compression import Zstd, zstandard
 from asyncckpt.format.encodings.form import Encoding, Form, Malformed, Stage, Unfit, Unknown
-from asyncckpt.format.encodings.quantize import Quantize
-from asyncckpt.format.encodings.zero_rows import SkipZeroRows
+from asyncckpt.format.encodings.lossless import SkipZeroRows, Zstd, zstandard
+from asyncckpt.format.encodings.numbers import Cast, Quantize
 from asyncckpt.model.block import BlockSpec, EncodingStep
 from asyncckpt.model.source import as_bytes
 from asyncckpt.native import U8

@@ -11,12 +11,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from asyncckpt.adapters import tables_of
-from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.arguments import check_int, check_type
 from asyncckpt.engine.load.run_load import (
     empty_companions,
@@ -44,6 +44,7 @@ from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.shard.reader import read_threads
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
+from asyncckpt.tables.left_out import tables_left_out
 
 
 class Loader:
@@ -112,7 +113,7 @@ class Loader:
             filter_func=self._filter_func,
             strict=self._strict,
             cast=self._cast,
-            left_out=tables_left_out(self._state, self._tables.values()),
+            left_out=partial(tables_left_out, self._state, self._tables.values()),
         )
         report = report_of(self._path, chain, contents, targets, plan)
         reader = RecisReader(directory, chain, threads=self._threads, progress=Progress())

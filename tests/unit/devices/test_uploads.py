@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncckpt.devices import library_kernels, upload_copies
+from asyncckpt.devices import library_kernels
+from asyncckpt.devices import uploads as of_uploads
 from asyncckpt.devices.cuda_runtime import CudaRuntime
 from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.devices.uploads import WINDOWS_COUNT, Uploads
@@ -30,9 +31,9 @@ DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, t
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few bytes are a large segment, and a wide gap."""
-    monkeypatch.setattr(upload_copies, "LARGE_BYTES", 300)
+    monkeypatch.setattr(of_uploads, "LARGE_BYTES", 300)
     monkeypatch.setattr(library_kernels, "LARGE_BYTES", 300)
-    monkeypatch.setattr(upload_copies, "GAP_BYTES_MAX", 40)
+    monkeypatch.setattr(of_uploads, "GAP_BYTES_MAX", 40)
 
 
 def some_values(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -411,16 +412,6 @@ def test_no_load_in_the_capture_of_a_graph() -> None:
     runtime = SimulatedRuntime(seed=6)
     with runtime.installed(), runtime.capturing(), pytest.raises(UsageError, match="graph is being captured"):
         CallerStreams()
-
-
-def test_without_devices() -> None:
-    uploads = Uploads(None)
-    target, strided = torch.zeros(3), torch.zeros(3, 2)[:, 0]
-    with uploads:
-        uploads.put(target, torch.ones(3))
-        uploads.put(strided, torch.ones(3))
-        uploads.launch()
-    assert target.tolist() == strided.tolist() == [1, 1, 1]
 
 
 def test_only_devices_in_use_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

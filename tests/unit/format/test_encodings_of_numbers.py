@@ -15,8 +15,8 @@ from asyncckpt.format.encodings import (
     encode,
     misfit,
 )
-from asyncckpt.format.encodings import quantize as quantize_rows
-from asyncckpt.format.encodings.cast import FLOATS, INTEGERS
+from asyncckpt.format.encodings import numbers as of_numbers
+from asyncckpt.format.encodings.numbers import FLOATS, INTEGERS
 from tests.unit.format.encoded import SKIP, ZSTD, bits_of, cast, quantize, round_trip
 
 # -- cast --------------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_the_greatest_float16_does_not_become_infinite() -> None:
 
 
 def test_more_rows_than_one_window_of_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_rows, "_ELEMENTS_AT_ONCE", 100)
+    monkeypatch.setattr(of_numbers, "_ELEMENTS_AT_ONCE", 100)
     values = torch.rand(203, 17, generator=torch.Generator().manual_seed(3))
     loaded = round_trip(values, [quantize(8)])
     assert bool(((loaded - values).abs().double().amax(1) <= bound_of(values, 8)).all())

@@ -27,7 +27,7 @@ from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan
 from asyncckpt.plan.load_targets import InPlace, overlap
 from asyncckpt.snapshot import boxes, windows
-from asyncckpt.snapshot.restore import OpenLoads, restore
+from asyncckpt.snapshot.restore import OpenLoads, restore, uploads_of_load
 
 Box = tuple[tuple[int, int], ...]
 
@@ -338,3 +338,12 @@ def test_damage_outside_of_what_is_wanted_is_found(window_bytes: int, monkeypatc
     reader.blocks[0] = (facts, raw[:-1] + b"\x7f")
     with pytest.raises(CorruptError, match="block 0"):
         load_into([Piece(torch.zeros(2, 2), (0, 0))], whole, reader)
+
+
+def test_without_devices_values_are_put_at_once() -> None:
+    target, strided = torch.zeros(3), torch.zeros(3, 2)[:, 0]
+    with uploads_of_load() as uploads:
+        assert uploads is None
+        windows.put(target, torch.ones(3), uploads)
+        windows.put(strided, torch.ones(3), uploads)
+    assert target.tolist() == strided.tolist() == [1, 1, 1]

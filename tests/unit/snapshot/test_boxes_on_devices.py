@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.devices import library_kernels, upload_copies
+from asyncckpt.devices import library_kernels, uploads
 from asyncckpt.errors import CorruptError, DeviceError, SaveCancelledError
 from asyncckpt.format.encodings import encode
 from asyncckpt.model.sharded import Piece
@@ -54,7 +54,7 @@ def test_boxes_into_boxes_of_devices(
 ) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(windows, "WINDOW_BYTES", rng.choice([1, 40, 300, 20_000]))
-    for module in (upload_copies, library_kernels):
+    for module in (uploads, library_kernels):
         monkeypatch.setattr(module, "LARGE_BYTES", rng.choice([1, 100, 1 << 20]))
     shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 4)))
     whole = some_values(rng, shape, dtype)

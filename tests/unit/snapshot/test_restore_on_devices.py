@@ -13,7 +13,7 @@ import torch
 import asyncckpt
 from asyncckpt import filters
 from asyncckpt.adapters import FixedTable
-from asyncckpt.devices import library_kernels, upload_copies
+from asyncckpt.devices import library_kernels, uploads
 from asyncckpt.errors import CorruptError, DeviceError, UsageError
 from asyncckpt.snapshot import windows
 from tests.simulated_device import SimulatedRuntime
@@ -28,7 +28,7 @@ Columns = dict[str, torch.Tensor]
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a load of a few kilobytes takes many windows, and some of its tensors are large."""
     monkeypatch.setattr(windows, "WINDOW_BYTES", 8192)
-    monkeypatch.setattr(upload_copies, "LARGE_BYTES", 4096)
+    monkeypatch.setattr(uploads, "LARGE_BYTES", 4096)
     monkeypatch.setattr(library_kernels, "LARGE_BYTES", 4096)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.tables.cache_use import AWAITED_LOOKUPS_MAX, CacheUse
+from asyncckpt.tables.cache_level import AWAITED_LOOKUPS_MAX, CacheUse
 
 ROWS = 12
 LOOKUPS = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=6), max_size=20)

@@ -10,7 +10,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.tables import HashEmbedding, HashTable, MultiLevelTable
-from asyncckpt.tables.expiry import is_below, is_older
+from asyncckpt.tables.stored_table import is_below, is_older
 
 METADATA: dict[str, Any] = {"last_seen": torch.int64, "score": torch.float16, "pair": (torch.int64, (2,))}
 

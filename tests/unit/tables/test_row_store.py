@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import asyncckpt
 from asyncckpt.model.table import CountsIds, IdsHeld
 from asyncckpt.tables import HashTable, MultiLevelTable
-from asyncckpt.tables.ids import ids_held
+from asyncckpt.tables.table_arguments import ids_held
 
 IDS = st.lists(st.integers(-20, 20), max_size=12)
 PROGRAMS = st.lists(st.tuples(st.sampled_from(["insert", "lookup", "find", "remove", "clear"]), IDS), max_size=12)

@@ -7,7 +7,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.tables import HashEmbedding, HashTable
-from asyncckpt.tables.table_parameter import TableParameter
+from asyncckpt.tables.sparse_optimizer import TableParameter
 
 IDS = torch.tensor([5, -1, 9])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.compact import patient_reader
+from asyncckpt.engine.compact import copy_blocks
 from asyncckpt.engine.process.save_lock import Kind, SaveLock, save_lock
 from asyncckpt.options import BusyPolicy
 from asyncckpt.shard.reader import ChainReader
@@ -62,7 +62,7 @@ def chain(tmp_path: Path) -> Iterator[asyncckpt.Saver]:
 def test_saves_and_loads_go_first(
     chain: asyncckpt.Saver, kind: Kind, reads: list[str], waits: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patient_reader, "WAIT_S", 10 * WAIT_S_MAX)
+    monkeypatch.setattr(copy_blocks, "WAIT_S", 10 * WAIT_S_MAX)
     with save_lock.held(kind, None, 3, busy=BUSY):
         compaction = chain.compact()
         assert waits.wait(WAIT_S_MAX)
@@ -75,8 +75,8 @@ def test_saves_and_loads_go_first(
 def test_a_compaction_ends_beside_a_save_that_does_not(
     chain: asyncckpt.Saver, reads: list[str], monkeypatch: pytest.MonkeyPatch, wait_s: float, waits_per_work: float
 ) -> None:
-    monkeypatch.setattr(patient_reader, "WAIT_S", wait_s)
-    monkeypatch.setattr(patient_reader, "WAITS_PER_WORK", waits_per_work)
+    monkeypatch.setattr(copy_blocks, "WAIT_S", wait_s)
+    monkeypatch.setattr(copy_blocks, "WAITS_PER_WORK", waits_per_work)
     with save_lock.held("save", None, 3, busy=BUSY):
         assert not chain.compact().result(WAIT_S_MAX).skipped
     assert reads
@@ -85,7 +85,7 @@ def test_a_compaction_ends_beside_a_save_that_does_not(
 def test_a_compaction_that_waits_can_be_cancelled(
     chain: asyncckpt.Saver, waits: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patient_reader, "WAIT_S", 10 * WAIT_S_MAX)
+    monkeypatch.setattr(copy_blocks, "WAIT_S", 10 * WAIT_S_MAX)
     with save_lock.held("save", None, 3, busy=BUSY):
         compaction: Any = chain.compact()
         assert waits.wait(WAIT_S_MAX)
