@@ -12,7 +12,7 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.root import open_root
 from asyncckpt.errors import NotFoundError, UsageError
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of, named_values
 from asyncckpt.plan.outline import Entry, entries_of

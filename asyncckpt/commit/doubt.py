@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 
 from asyncckpt import system
 from asyncckpt.commit.chain import chain_below
-from asyncckpt.commit.discover import KnownHeads, check_files
-from asyncckpt.commit.removal import being_removed, raise_noted, take_over
+from asyncckpt.commit.discover import KnownHeads, being_removed, check_files
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
@@ -121,9 +120,6 @@ def is_committed_whole(path: Place, attempt: Attempt, name: str | None = None) -
     except NotFoundError:
         return False
     with root:
-        failed: list[CheckpointError] = []
-        take_over(root, failed)  # What is announced may stay.
-        raise_noted(failed)
         going = being_removed(root)
         head = find_manifest(root, attempt, name or manifest_name(attempt.step))
         if head is None:

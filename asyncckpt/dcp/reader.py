@@ -31,8 +31,8 @@ from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.uploads import Uploads
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
+from asyncckpt.format.names import check_step
 from asyncckpt.format.tree import VALUE, leaf_of, leaves, rebuild
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.enough_memory import enough_memory

@@ -26,13 +26,7 @@ from asyncckpt.format.manifest import (
     SaveTimes,
     SealedHead,
 )
-from asyncckpt.format.names import (
-    Attempt,
-    is_compacted_manifest,
-    rank_of_shard,
-    split_shard_path,
-    step_of_manifest,
-)
+from asyncckpt.format.names import Attempt, parse, split_shard_path
 from asyncckpt.format.strict_json import Fields, loads, looks_like
 
 
@@ -49,12 +43,13 @@ def open_manifest(raw: bytes, name: str) -> tuple[Fields, SealedHead]:
     fields = Fields(loads(raw, owner=owner), owner=owner, where="manifest")
     _check_version(fields)
     head = _head(fields)
-    if head.step != step_of_manifest(name):
-        expected = step_of_manifest(name)
+    said = parse(name)
+    if said is None or head.step != said.step:
+        expected = None if said is None else said.step
         raise CorruptError(f"{owner} holds another step than its name", found=head.step, expected=expected)
-    if head.replaces is None and is_compacted_manifest(name):
+    if head.replaces is None and said.kind == "compacted":
         raise CorruptError(f"{owner} names no manifest that it replaces")
-    if head.replaces is not None and not is_compacted_manifest(name):
+    if head.replaces is not None and said.kind != "compacted":
         raise CorruptError(f"{owner} replaces another manifest, but its name does not", found=head.replaces)
     check_features(fields, head.features)
     return fields, SealedHead(head=head, digest=digest)
@@ -183,7 +178,7 @@ def _file(fields: Fields, attempt: Attempt, rank: int) -> FileFacts:
     folder, name = split_shard_path(path, owner=fields.owner)
     if folder != attempt.directory:
         raise CorruptError(f"{fields.owner} mixes files of two saves", found=path, expected=attempt.directory)
-    if fields.integer("rank") != rank or rank_of_shard(name) != rank:
+    if fields.integer("rank") != rank or int(name[1:6]) != rank:
         raise CorruptError(f"{fields.owner} lists a file of another rank", found=path, expected=f"rank {rank}")
     size = fields.integer("bytes", at_least=8)
     return FileFacts(

@@ -20,7 +20,7 @@ import torch
 from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import mark_verified, read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, newest_step
-from asyncckpt.commit.root import ReadRoot, StoreRoot
+from asyncckpt.commit.root import CheckpointRoot, ReadRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.load_object import load_object
 from asyncckpt.engine.load.plain_parts import PlainPart, plain_parts
@@ -124,7 +124,7 @@ def run_load(
         begun = time.perf_counter()
         try:
             with enough_memory(f"a load from {str(root.path)!r}"):
-                if isinstance(root, StoreRoot) and request.step is None and request.strict:
+                if not isinstance(root, CheckpointRoot) and request.step is None and request.strict:
                     # There, what is open does not stay readable. Not strict, two steps could be mixed in the targets.
                     report = look_again(root, lambda: load_open(root, request, look(), on_read))
                 else:

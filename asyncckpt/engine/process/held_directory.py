@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
-from asyncckpt.commit.root import StoreRoot, WriteRoot, check_store
+from asyncckpt.commit.discover import being_removed
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
 from asyncckpt.commit.transaction import Commits, Uploader
 from asyncckpt.engine.process.background import committer, retainer
 from asyncckpt.engine.process.log import log_warning
+from asyncckpt.errors import CheckpointError
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.options import Durability, KeepPolicy
 from asyncckpt.storage.owner_lock import OwnerLock
@@ -22,14 +24,32 @@ def commits_of(
     return Commits(root, lock, durable=durable, threads=committer, warn=log_warning, uploader=uploader)
 
 
+def lock_directory(root: CheckpointRoot) -> OwnerLock:
+    """Take the LOCK, and remove marks that crashed removals have left. ConflictError when another process has it."""
+    lock = OwnerLock.acquire(root.root, LOCK_NAME)
+    try:
+        if being_removed(root):
+            from asyncckpt.commit.removal import forget_marks  # Usually there are no marks.
+
+            forget_marks(root)
+    except CheckpointError as error:
+        log_warning("leftovers in %s were kept: %s", root.path, error)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
 @contextmanager
 def held_directory(root: WriteRoot, durability: Durability) -> Iterator[Commits]:
     """Hold the LOCK; ConflictError when another process does. A store has none: check that it can be written to."""
-    if isinstance(root, StoreRoot):
+    if not isinstance(root, CheckpointRoot):
+        from asyncckpt.commit.store_root import check_store  # Who has a disk does not load it.
+
         check_store(root.store)
         yield commits_of(root, None, durability)
         return
-    lock = OwnerLock.acquire(root.root, LOCK_NAME)
+    lock = lock_directory(root)
     try:
         yield commits_of(root, lock, durability)
     finally:

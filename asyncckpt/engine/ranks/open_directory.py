@@ -1,7 +1,6 @@
 """Open a checkpoint directory for saving, alone or with other ranks: its folders, its lock, and the way to the others.
 
-Rank 0 makes the directory, holds its LOCK, and completes what a crash has left half removed; the others wait until it
-has, or hear why it could not.
+Rank 0 makes the directory and holds its LOCK; the others wait until it has, or hear why it could not.
 """
 
 from __future__ import annotations
@@ -11,33 +10,33 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asyncckpt.arguments import check_int
-from asyncckpt.commit.removal import complete_decided
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import open_file_channel
 from asyncckpt.coordination.messages import Limits, cause_of
 from asyncckpt.coordination.store_channel import StoreChannel, open_store_channel
+from asyncckpt.engine.process.held_directory import lock_directory
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.ranks.meeting import Meeting, meet
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.engine.ranks.saver_ranks import Ranks, announce_failed
 from asyncckpt.errors import CheckpointError, DeadlineError, NotFoundError, PeerError, UnsupportedError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.own_rank import own_rank, rank_in_group
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import RankOptions
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.folder import check_place
-from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 from asyncckpt.storage.owner_lock import OwnerLock
+
+if TYPE_CHECKING:
+    from asyncckpt.commit.store_root import StoreRoot
 
 SILENCE_S_MAX = 30.0
 POLL_S = 0.05
-STORE_LIMITS = StoreLimits()
 # The call under which ranks talk before their first save.
 OPENING = 0
 
@@ -229,27 +228,32 @@ def _leave_cause(channel: StoreChannel, error: BaseException) -> None:
 
 
 def open_alone(path: Place, *, exact_modes: bool) -> Opened:
-    """Open and lock it, for one rank or for all; complete what a crash has left half removed. A store has no lock."""
+    """Open and lock it, for one rank or for all. A store has no lock."""
     if isinstance(path, StoreUrl):
-        store = StoreRoot.for_writing(ObjectStore(path, STORE_LIMITS))
-        _complete(store)
-        return Opened(root=store)
+        return Opened(root=_open_store(path))
     root = CheckpointRoot.for_writing(path, exact_modes=exact_modes)
-    opened = Opened(root=root)
     try:
-        opened = Opened(root=root, lock=OwnerLock.acquire(root.root, LOCK_NAME))
-        _complete(root)
-        return opened
+        return Opened(root=root, lock=lock_directory(root))
     except BaseException:
-        opened.close()
+        root.close()
         raise
 
 
-def _complete(root: WriteRoot) -> None:
+def _open_store(url: StoreUrl, *, joins: bool = False) -> StoreRoot:
+    """Open a directory in a store, and complete what a crash has left half removed, unless it joins rank 0."""
+    from asyncckpt.commit import store_root  # Who has a disk loads nothing of stores.
+    from asyncckpt.commit.store_removal import complete_decided
+    from asyncckpt.storage.object_store import ObjectStore
+
+    store = ObjectStore(url, store_root.STORE_LIMITS)
+    if joins:
+        return store_root.StoreRoot.for_joining(store)
+    root = store_root.StoreRoot.for_writing(store)
     try:
         complete_decided(root)
     except CheckpointError as error:
         log_warning("leftovers in %s were kept: %s", root.path, error)
+    return root
 
 
 def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, exact_modes: bool) -> Opened:
@@ -278,7 +282,7 @@ def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, ex
             place = ranks.channel.get(call, "place", deadline_s).decode("utf-8")
             if place != str(path):
                 raise UsageError("ranks save to different places", found=str(path), expected=place)
-            return Opened(StoreRoot.for_joining(ObjectStore(path, STORE_LIMITS)), ranks=ranks)
+            return Opened(_open_store(path, joins=True), ranks=ranks)
         return Opened(CheckpointRoot.for_joining(path, exact_modes=exact_modes), ranks=ranks)
     except NotFoundError as error:
         raise UsageError(

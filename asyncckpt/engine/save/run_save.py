@@ -20,7 +20,7 @@ from functools import partial
 
 from asyncckpt.commit.attempt import Draft
 from asyncckpt.commit.chain import newest_verified
-from asyncckpt.commit.root import StoreRoot
+from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import Outcome
 from asyncckpt.engine.process.background import committer, run_on, workers
@@ -115,7 +115,7 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
     written = committed.written
     if job.target.uploads.are_expected:
         job.future.expect_upload(partial(job.target.uploads.wait_for, committed.attempt))
-    elif isinstance(job.target.root, StoreRoot):
+    elif not isinstance(job.target.root, CheckpointRoot):
         job.future.expect_upload(lambda timeout: None)
     job.target.memory.newest = _link(job, committed)
     if committed.manifest_bytes and job.target.options.keep is not None:

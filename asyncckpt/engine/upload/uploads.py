@@ -25,9 +25,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-from asyncckpt.commit.discover import is_committed, shown_steps
-from asyncckpt.commit.removal import uploads_among
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot, check_store
+from asyncckpt.commit.discover import Listing, is_committed, shown_steps
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
+from asyncckpt.commit.store_root import StoreRoot, check_store
 from asyncckpt.coordination.channel import Pauses
 from asyncckpt.engine.process.background import check_may_wait, uploaders
 from asyncckpt.engine.process.future import as_checkpoint_error
@@ -98,7 +98,7 @@ class Uploads:
 
         warns: where this one uploads nothing, log how many steps wait; for one rank of all.
         """
-        left = uploads_among(root.manifests.names()) if self.uploader is not None or warns else []
+        left = Listing.of(root).uploads if self.uploader is not None or warns else []
         if self.uploader is not None:
             for attempt in left:
                 # Else it was killed before its commit, or another Saver of this process is about to commit it.
