@@ -119,7 +119,7 @@ def collect_garbage(path: str | os.PathLike[str]) -> GarbageReport:
     when some stays because a manifest cannot be read that may need it; also NotFoundError, IOFailedError. Nobody sees
     who else writes to a store: there a save that is being made elsewhere fails, and is not acknowledged.
     """
-    return _on_thread(path, lambda root: sweep_all(root, KnownHeads(root), keep_attempts=claims), "a removal")
+    return _on_thread(path, lambda root: sweep_all(root, KnownHeads(root), keep_attempts=claims.held), "a removal")
 
 
 def _check_metric(root: WriteRoot, heads: KnownHeads, metric: str) -> None:

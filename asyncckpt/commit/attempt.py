@@ -11,7 +11,7 @@ transaction.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncckpt.commit.discover import committed_steps, is_committed
+from asyncckpt.commit.discover import Listing, is_committed
 from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.format.manifest import ManifestHead
@@ -66,7 +66,7 @@ class Claim:
         self.release()
 
 
-class Claims(Container[str]):
+class Claims:
     """All claims of this process, by the ids of their attempts."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Claims(Container[str]):
         place, seen = root.root.identity, root.in_calls
         while True:
             others = self._steps(place, "save")
-            chosen = max([-1, *others, *committed_steps(seen)[-1:]]) + 1 if step is None else step
+            chosen = max([-1, *others, *Listing.of(seen).manifests]) + 1 if step is None else step
             attempt = attempt_of(chosen)
             claim = Claim(place, "save", attempt, is_next=step is None)
             with self._guard:
@@ -125,9 +125,6 @@ class Claims(Container[str]):
     def forget(self) -> None:
         """Start anew in a forked child, where nothing is saved."""
         self.held = {}
-
-    def __contains__(self, attempt: object) -> bool:
-        return attempt in self.held
 
 
 def _is_gone(root: WriteRoot, step: int) -> bool:

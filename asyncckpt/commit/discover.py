@@ -15,7 +15,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead, Summary
@@ -26,6 +25,7 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.storage.directory import Directory
 
 if TYPE_CHECKING:
+    from asyncckpt.commit.root import ReadRoot, WriteRoot
     from asyncckpt.storage.store_folder import StoreFolder
 
 Sealed = TypeVar("Sealed", bound=SealedHead)
@@ -95,11 +95,6 @@ class Listing:
         return listing
 
     @property
-    def steps(self) -> list[int]:
-        """The steps that have a manifest, ascending."""
-        return sorted(self.manifests)
-
-    @property
     def compacted(self) -> set[int]:
         """The steps that have the manifest of a compacted checkpoint."""
         return {step for step, names in self.manifests.items() if names[-1] == compacted_manifest_name(step)}
@@ -112,7 +107,7 @@ class Listing:
 
 def committed_steps(root: ReadRoot) -> list[int]:
     """Return the steps that have a manifest, ascending."""
-    return Listing.of(root).steps
+    return sorted(Listing.of(root).manifests)
 
 
 def is_committed(root: ReadRoot, step: int) -> bool:
@@ -264,23 +259,22 @@ def newest_step(root: ReadRoot) -> int:
     return steps[-1]
 
 
-def check_files(root: WriteRoot, head: ManifestHead, folder: Directory | StoreFolder | None = None) -> None:
-    """Check that every file is there with its exact size. CorruptError naming file and rank, IOFailedError.
-
-    folder: the attempt's, held open; a file that was written through it must be the very same.
-    """
-    if folder is None and head.files:
-        try:
-            with root.data.child(head.folder_name) as opened:
-                return check_files(root, head, opened)
-        except NotFoundError as error:
-            raise CorruptError(f"folder {head.folder_name!r} of step {head.step} is missing") from error
-    if folder is not None:
-        check_listed(folder, head.files, step=head.step)
+def check_files(root: WriteRoot, head: ManifestHead) -> None:
+    """Check that every file is there with its exact size. CorruptError naming file and rank, IOFailedError."""
+    if not head.files:
+        return
+    try:
+        with root.data.child(head.folder_name) as folder:
+            check_listed(folder, head.files, step=head.step)
+    except NotFoundError as error:
+        raise CorruptError(f"folder {head.folder_name!r} of step {head.step} is missing") from error
 
 
 def check_listed(folder: Directory | StoreFolder, files: Iterable[FileFacts], *, step: int) -> None:
-    """Check that these files are in the folder of their attempt: see check_files."""
+    """Check these files in the open folder of their attempt. One that was written through it must be the very same.
+
+    CorruptError naming file and rank, IOFailedError.
+    """
     for file in files:
         what = f"shard file {file.path!r} of rank {file.rank} of step {step}"
         try:
@@ -307,9 +301,6 @@ class Leftovers:
     uploads: list[Attempt]
     pins: set[int]
     unread: list[CheckpointError]
-
-    def __bool__(self) -> bool:
-        return bool(self.folders or self.temporaries or self.uploads or self.pins)
 
 
 def find_leftovers(root: WriteRoot, heads: KnownHeads, keep_attempts: Container[str] = ()) -> Leftovers:
@@ -339,13 +330,10 @@ def find_leftovers(root: WriteRoot, heads: KnownHeads, keep_attempts: Container[
             unread.append(error)
             continue
         strays += [folder for folder in folders if folder not in named]
-    return Leftovers(
-        strays,
-        [name for name, attempt in listing.temporaries.items() if attempt not in keep_attempts],
-        [one for one in listing.uploads if one.id not in keep_attempts and one.directory not in there],
-        listing.pins - listing.manifests.keys(),
-        unread,
-    )
+    temporaries = [name for name, attempt in listing.temporaries.items() if attempt not in keep_attempts]
+    uploads = [one for one in listing.uploads if one.id not in keep_attempts and one.directory not in there]
+    pins = listing.pins - listing.manifests.keys()
+    return Leftovers(strays, temporaries, uploads, pins, unread)
 
 
 def shown_steps(steps: list[int]) -> str:

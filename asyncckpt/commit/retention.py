@@ -243,7 +243,7 @@ def _remove_unreadable(root: WriteRoot, heads: KnownHeads, names: Sequence[str])
         root.manifests.remove_file(name)
     if names:
         root.manifests.sync()
-        sweep(root, heads, keep_attempts=claims)
+        sweep(root, heads, keep_attempts=claims.held)
 
 
 def _check_may_go(

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, ClassVar, Protocol, TypeAlias, TypeVar
 from aiofiles.threadpool import wrap
 
 from asyncckpt import system
+from asyncckpt.commit.discover import check_listed
 from asyncckpt.errors import CheckpointError, ConflictError, NotFoundError, UnsupportedError, UsageError, warn
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR, Attempt, temporary_manifest_name
 from asyncckpt.model.store_url import Place, StoreUrl
@@ -35,6 +36,7 @@ from asyncckpt.storage.folder import ReadFolder
 if TYPE_CHECKING:
     from asyncckpt.commit.attempt import Claim
     from asyncckpt.commit.store_root import StoreRoot
+    from asyncckpt.format.manifest import ManifestHead
     from asyncckpt.storage.store_folder import StoreFolder
 
 # A checkpoint directory that is written to.
@@ -82,8 +84,8 @@ class Publication(Protocol):
         """Make the manifest durable, where it has no name yet that a reader looks for."""
         ...
 
-    def check_folder(self, what: str) -> Directory | None:
-        """Check that the attempt's folder is the one that was made; return it where files are held by it."""
+    def check_files(self, head: ManifestHead, what: str) -> None:
+        """Check that all files are there: see discover.check_files. ConflictError when their folder was removed."""
         ...
 
     def publish(self, name: str) -> None:
@@ -248,10 +250,10 @@ class FilePublication:
             if self._durable:
                 system.fsync(self._file.fileno())
 
-    def check_folder(self, what: str) -> Directory | None:
+    def check_files(self, head: ManifestHead, what: str) -> None:
         if not self._root.data.has(self._attempt.directory, self.folder.identity):
             raise folder_removed(self.folder, what)
-        return self.folder
+        check_listed(self.folder, head.files, step=head.step)
 
     def publish(self, name: str) -> None:
         self._root.manifests.publish(self._temporary, name)

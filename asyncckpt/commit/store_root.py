@@ -11,12 +11,12 @@ from concurrent.futures import Executor
 from typing import ClassVar
 
 from asyncckpt.commit.attempt import Claim, step_exists
-from asyncckpt.commit.discover import is_committed
+from asyncckpt.commit.discover import check_files, is_committed
 from asyncckpt.commit.foreign import what_is_there
 from asyncckpt.commit.root import check_host
 from asyncckpt.errors import CheckpointError, ConflictError, IOFailedError, NotFoundError, UnsupportedError
+from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR, Attempt
-from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 from asyncckpt.storage.store_answers import is_timeout
 from asyncckpt.storage.store_folder import RememberedFolder, StoreFolder
@@ -129,8 +129,8 @@ class ObjectPublication:
     def settle(self) -> None:
         """Objects are durable."""
 
-    def check_folder(self, what: str) -> Directory | None:
-        return None
+    def check_files(self, head: ManifestHead, what: str) -> None:
+        check_files(self._root, head)
 
     def publish(self, name: str) -> None:
         key, until, is_under_way = f"{MANIFESTS_DIR}/{name}", time.monotonic() + REFUSED_S_MAX, False

@@ -44,7 +44,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from asyncckpt.commit.attempt import Claim, Draft, claims, encode_proven, step_exists
-from asyncckpt.commit.discover import KnownHeads, being_removed, check_files, find_leftovers, read_manifest
+from asyncckpt.commit.discover import KnownHeads, being_removed, find_leftovers, read_manifest
 from asyncckpt.commit.root import Publication, WriteRoot, folder_removed
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
@@ -115,10 +115,11 @@ class Commits:
         """Remove leftovers. What cannot be swept is in nobody's way."""
         found: list[str] = []
         try:
-            if left := find_leftovers(self.root, self.heads, claims):
+            left = find_leftovers(self.root, self.heads, claims.held)
+            if left.folders or left.temporaries or left.uploads or left.pins:
                 from asyncckpt.commit.removal import remove_leftovers  # Usually there are none.
 
-                remove_leftovers(self.root, self.heads, left, keep_attempts=claims)
+                remove_leftovers(self.root, self.heads, left, keep_attempts=claims.held)
         except CheckpointError as error:
             found.append(str(error))
         if found or self.said:
@@ -201,29 +202,26 @@ class Transaction:
         ConflictError, CorruptError, IOFailedError, UsageError, of a compaction also NotFoundError, when nothing was
         published; InDoubt.
         """
-        with recorder.span("commit"):
-            return await self._commit(draft, recorder)
-
-    async def _commit(self, draft: Draft, recorder: Recorder) -> Published:
         assert self._state == "begun"
         self._state = "committing"
         head = draft.head
         self._claim.parents[:] = [parent.step for parent in head.parents[:1]]
-        try:
-            # As few handovers as can be: beside a busy trainer, each one waits for the interpreter.
-            raw = await self._on_thread(recorder.timed("prove", self._prepare), draft)
-            await self._publication.write(raw, self._commits.threads)
-            await self._on_thread(recorder.timed("publish", self._publish), head)
-        except BaseException as error:
-            if isinstance(error, IndeterminateError):
+        with recorder.span("commit"):
+            try:
+                # As few handovers as can be: beside a busy trainer, each one waits for the interpreter.
+                raw = await self._on_thread(recorder.timed("prove", self._prepare), draft)
+                await self._publication.write(raw, self._commits.threads)
+                await self._on_thread(recorder.timed("publish", self._publish), head)
+            except IndeterminateError as error:
                 self._note_doubt(error, head, raw)
-            else:
+                raise
+            except BaseException:
                 with contextlib.suppress(CheckpointError):  # No thread can be started.
                     await self._on_thread(self._abandon)
-            raise
-        finally:
-            self.place.close()
-        sealed = self._committed(head, raw)
+                raise
+            finally:
+                self.place.close()
+            sealed = self._committed(head, raw)
         parent = ParentFacts(step=head.step, attempt=head.attempt, digest=sealed.digest)
         return Published(parent=parent, manifest_bytes=len(raw))
 
@@ -321,7 +319,7 @@ class Transaction:
         going = being_removed(self._root)
         if self.attempt.directory in going:
             raise folder_removed(self.place, self._what)
-        check_files(self._root, head, self._publication.check_folder(self._what))
+        self._publication.check_files(head, self._what)
         if not head.parents:
             return
         try:

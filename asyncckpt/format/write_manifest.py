@@ -129,7 +129,9 @@ def encode_part(
     text = bytearray().join((begin, body.text, b"}"))
     _fill_holes(text, body, digests, first_byte=len(begin))
     features = body.features | features_of_values(values)
-    return PartText(text=_within_limit(text, first_byte=len(begin)), features=features)
+    if len(text) > limits.MANIFEST_BYTES_MAX:
+        text = _without_leaf_digests(text, first_byte=len(begin))
+    return PartText(text=text, features=features)
 
 
 def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8], *, first_byte: int) -> None:
@@ -137,14 +139,13 @@ def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8],
     array[(body.holes + first_byte)[:, None] + np.arange(32)] = _HEX[digests].reshape(len(body.holes), 32)
 
 
-def _within_limit(text: bytearray, *, first_byte: int) -> bytearray:
-    """Return the text of a manifest, or of a part, that readers take: without the digests of leaves where it would be
-    too long with them, at some 100 TB. UsageError when it is too long without them.
+def _without_leaf_digests(text: bytearray, *, first_byte: int) -> bytearray:
+    """Return the text of a manifest, or of a part, without the digests of leaves: with them it is too long for readers,
+    at some 100 TB. UsageError when it is too long without them.
 
     first_byte: of the body; metadata, which come before, may look like a block.
     """
-    if len(text) > limits.MANIFEST_BYTES_MAX:
-        text[first_byte:] = _LEAF_DIGESTS.sub(rb"\1", text[first_byte:])
+    text[first_byte:] = _LEAF_DIGESTS.sub(rb"\1", text[first_byte:])
     limits.check_manifest_bytes(len(text))
     return text
 
@@ -157,8 +158,9 @@ def encode_manifest(
     others: the parts of ranks 1, 2, ... of a checkpoint of several, with their files. All in one buffer: for thousands
     of blocks it is megabytes, and fresh memory is slow.
     """
-    limits.check_values_count(len(head.values))
-    limits.check_chain_length(len(head.parents))
+    if len(head.values) > limits.VALUES_MAX or len(head.parents) > limits.CHAIN_STEPS_MAX:
+        limits.check_values_count(len(head.values))
+        limits.check_chain_length(len(head.parents))
     opening: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -189,7 +191,8 @@ def encode_manifest(
     texts = (begin, body.text, *listed, b"]" if listed else b"", DIGEST_MARK, bytes(32), b'"}\n')
     raw = bytearray().join(texts)
     _fill_holes(raw, body, digests, first_byte=len(begin))
-    raw = _within_limit(raw, first_byte=len(begin))
+    if len(raw) > limits.MANIFEST_BYTES_MAX:
+        raw = _without_leaf_digests(raw, first_byte=len(begin))
     raw[-35:-3] = xxhash.xxh3_128_hexdigest(memoryview(raw)[:-END_BYTES]).encode("ascii")
     return raw
 

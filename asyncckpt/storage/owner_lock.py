@@ -124,8 +124,8 @@ def _lock_file(root: Directory, name: str) -> int:
             is_new = not root.exists(name)
             fd = at.open(name, flags, FILE_MODE, dir_fd=root.fd)
             opened.callback(os.close, fd)
-            if is_new:
-                root.settle_file(fd)
+            if is_new and root.exact_modes:
+                at.fchmod(fd, FILE_MODE)
         except OSError as error:
             raise io_failed(f"lock file in {str(root.path)!r} cannot be opened", error) from error
         try:
