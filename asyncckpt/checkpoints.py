@@ -23,7 +23,8 @@ from asyncckpt.commit.discover import (
 from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.dtypes import supported_dtypes
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, SaveTimes, SealedHead
+from asyncckpt.format.head import FileFacts, ManifestHead, SaveTimes, SealedHead
+from asyncckpt.format.manifest import BlockFacts, Manifest, RankPart
 from asyncckpt.format.names import check_step
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.result import GarbageReport, PruneReport, VerifyReport

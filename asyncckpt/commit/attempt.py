@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from asyncckpt.commit.discover import Listing, is_committed
 from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import ConflictError, CorruptError
-from asyncckpt.format.manifest import ManifestHead
+from asyncckpt.format.head import ManifestHead, decode_head
 from asyncckpt.format.names import Attempt
-from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_manifest
 from asyncckpt.guard import Guard

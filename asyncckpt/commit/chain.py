@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 from asyncckpt.commit.discover import UNREADABLE, KnownHeads, check_files, read_manifest
 from asyncckpt.commit.root import CheckpointRoot, ReadRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
-from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts, SealedHead
+from asyncckpt.format.head import ManifestHead, ParentFacts, SealedHead
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 
 STEPS_SHOWN_MAX = 16

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead, Summary
+from asyncckpt.format.head import FileFacts, ManifestHead, SealedHead, decode_head
+from asyncckpt.format.manifest import Manifest, Summary
 from asyncckpt.format.names import Attempt, Name, compacted_manifest_name, manifest_name, parse
-from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest, decode_summary
 from asyncckpt.format.strict_json import Json
 from asyncckpt.storage.directory import Directory

@@ -18,7 +18,7 @@ from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, being_removed, check_files
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
-from asyncckpt.format.manifest import ManifestHead
+from asyncckpt.format.head import ManifestHead
 from asyncckpt.format.names import Attempt, manifest_name, temporary_manifest_name
 from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import Place

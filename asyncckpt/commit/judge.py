@@ -18,7 +18,7 @@ from asyncckpt.commit.discover import KnownHeads, Listing, check_files
 from asyncckpt.commit.keep import kept_by_rules
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.errors import CheckpointError, NotFoundError
-from asyncckpt.format.manifest import ManifestHead
+from asyncckpt.format.head import ManifestHead
 from asyncckpt.options import KeepPolicy
 
 

@@ -21,7 +21,7 @@ from asyncckpt.commit.judge import Judgement, judge
 from asyncckpt.commit.removal import remove, remove_pins, sweep
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IOFailedError, NotFoundError, UsageError
-from asyncckpt.format.manifest import ManifestHead
+from asyncckpt.format.head import ManifestHead
 from asyncckpt.model.result import PruneReport
 from asyncckpt.options import KeepPolicy
 from asyncckpt.system import register_at_fork

@@ -23,8 +23,6 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar, Protocol, TypeAlias, TypeVar
 
-from aiofiles.threadpool import wrap
-
 from asyncckpt import system
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.errors import CheckpointError, ConflictError, NotFoundError, UnsupportedError, UsageError, warn
@@ -36,7 +34,7 @@ from asyncckpt.storage.folder import ReadFolder
 if TYPE_CHECKING:
     from asyncckpt.commit.attempt import Claim
     from asyncckpt.commit.store_root import StoreRoot
-    from asyncckpt.format.manifest import ManifestHead
+    from asyncckpt.format.head import ManifestHead
     from asyncckpt.storage.store_folder import StoreFolder
 
 # A checkpoint directory that is written to.
@@ -237,6 +235,8 @@ class FilePublication:
 
     async def write(self, raw: bytes | bytearray, threads: Executor) -> None:
         """Write all bytes; a raw file may take less than it is given."""
+        from aiofiles.threadpool import wrap  # It loads asyncio, which who only reads does not need.
+
         with self._writing():
             file, rest = wrap(self._file, executor=threads), memoryview(raw)
             while rest:

@@ -15,7 +15,7 @@ from asyncckpt.commit.discover import check_files, is_committed
 from asyncckpt.commit.foreign import what_is_there
 from asyncckpt.commit.root import check_host
 from asyncckpt.errors import CheckpointError, ConflictError, IOFailedError, NotFoundError, UnsupportedError
-from asyncckpt.format.manifest import ManifestHead
+from asyncckpt.format.head import ManifestHead
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR, Attempt
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 from asyncckpt.storage.store_answers import is_timeout

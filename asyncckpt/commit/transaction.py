@@ -47,7 +47,7 @@ from asyncckpt.commit.attempt import Claim, Draft, claims, encode_proven, step_e
 from asyncckpt.commit.discover import KnownHeads, being_removed, find_leftovers, read_manifest
 from asyncckpt.commit.root import Publication, WriteRoot, folder_removed
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError
-from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
+from asyncckpt.format.head import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, upload_mark_name
 from asyncckpt.format.write_manifest import written_digest
 from asyncckpt.model.event import NOT_RECORDED, Recorder

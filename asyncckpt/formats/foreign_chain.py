@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, Manifest, ManifestHead, RankPart
+from asyncckpt.format.head import FileFacts, ManifestHead
+from asyncckpt.format.manifest import BlockFacts, Chain, Manifest, RankPart
 from asyncckpt.format.names import check_step
 from asyncckpt.formats.data_files import DataFiles, FileArray
 from asyncckpt.model.block import BlockSpec, PlacedBlock

@@ -22,7 +22,7 @@ import xxhash
 
 from asyncckpt import system
 from asyncckpt.errors import CheckpointError, SaveCancelledError
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.format.names import Attempt, shard_path
 from asyncckpt.model.event import NOT_RECORDED, Recorder
 from asyncckpt.native import PAGE_BYTES, U8, CancelledDrain, DrainOptions, FileImage, Progress, core, paged

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.source import ByteSource
 from asyncckpt.native import I64, U8, core, paged

@@ -47,8 +47,8 @@ from asyncckpt.errors import (
     NotFoundError,
     PeerError,
 )
+from asyncckpt.format.head import FileFacts, ParentFacts
 from asyncckpt.format.limits import STEP_MAX
-from asyncckpt.format.manifest import FileFacts, ParentFacts
 from asyncckpt.format.names import Attempt, manifest_name
 from asyncckpt.format.strict_json import Fields, Json, dumps
 from asyncckpt.format.write_manifest import PartText, encode_part

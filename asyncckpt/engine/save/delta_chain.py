@@ -17,7 +17,7 @@ from asyncckpt.engine.ranks.holdings import is_whole
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import ParentFacts
+from asyncckpt.format.head import ParentFacts
 from asyncckpt.model.table import CutVersion, TableSchema, tracks_rows
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.options import DeltaPolicy, SaveKind

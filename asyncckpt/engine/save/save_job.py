@@ -25,7 +25,7 @@ from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.engine.upload.uploads import Uploads
 from asyncckpt.errors import SaveCancelledError, UsageError
-from asyncckpt.format.manifest import FileFacts, ParentFacts, SaveTimes
+from asyncckpt.format.head import FileFacts, ParentFacts, SaveTimes
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.write_manifest import BodyTemplate

@@ -24,7 +24,7 @@ from asyncckpt.engine.save.filter_input import filter_blocks, own_blocks, planne
 from asyncckpt.engine.save.row_fingerprints import Selections, select_rows
 from asyncckpt.engine.save.save_job import SaveJob, Written
 from asyncckpt.errors import FilterError
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.write_manifest import BodyTemplate, extend_body, render_body
 from asyncckpt.model.block import TableFacts

@@ -30,7 +30,8 @@ from asyncckpt.commit.discover import KnownHeads, look_again
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, SealedHead
+from asyncckpt.format.head import FileFacts, ManifestHead, SealedHead, decode_head
+from asyncckpt.format.manifest import BlockFacts, Manifest
 from asyncckpt.format.names import (
     DATA_DIR,
     MANIFESTS_DIR,
@@ -40,7 +41,6 @@ from asyncckpt.format.names import (
     parse,
     upload_mark_name,
 )
-from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.native import U8, Digester, Progress, Reads, ShortFile, core
 from asyncckpt.options import UploadOptions

@@ -24,7 +24,7 @@ from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.store_root import StoreRoot
 from asyncckpt.errors import IOFailedError
-from asyncckpt.format.manifest import ParentFacts
+from asyncckpt.format.head import ParentFacts
 from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import DIM, layer_of, load

@@ -12,13 +12,15 @@ import xxhash
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import (
+from asyncckpt.format.head import (
     FEATURES,
     FileFacts,
     ManifestHead,
     ParentFacts,
     SaveTimes,
     SealedHead,
+    decode_head,
+    manifest_digest,
 )
 from asyncckpt.format.names import (
     Attempt,
@@ -31,7 +33,6 @@ from asyncckpt.format.names import (
     temporary_manifest_name,
     upload_mark_name,
 )
-from asyncckpt.format.read_head import decode_head, manifest_digest
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.write_manifest import encode_manifest, render_body, written_digest
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableFacts
