@@ -291,7 +291,7 @@ class Leftovers:
 
     folders      in data/: of no manifest and no running attempt
     temporaries  manifests that were not published, and whose attempts do not run
-    uploads      marks of attempts that have no folder and do not run
+    uploads      marks of attempts that do not run, and have no folder or one of these
     pins         the pinned steps that are gone
     unread       why a manifest cannot be read; folders of its step stay
     """
@@ -331,7 +331,8 @@ def find_leftovers(root: WriteRoot, heads: KnownHeads, keep_attempts: Container[
             continue
         strays += [folder for folder in folders if folder not in named]
     temporaries = [name for name, attempt in listing.temporaries.items() if attempt not in keep_attempts]
-    uploads = [one for one in listing.uploads if one.id not in keep_attempts and one.directory not in there]
+    stay = {*there} - {*strays}
+    uploads = [one for one in listing.uploads if one.id not in keep_attempts and one.directory not in stay]
     pins = listing.pins - listing.manifests.keys()
     return Leftovers(strays, temporaries, uploads, pins, unread)
 

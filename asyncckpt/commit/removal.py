@@ -237,7 +237,9 @@ def collect_garbage(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Contai
     """Sweep, and say how much that was. Then raises also what keeps folders: that a manifest cannot be read."""
     found = find_leftovers(root, heads, keep_attempts)
     going = being_removed(root)  # In a store, what others have decided to remove.
-    sizes = {name: _sizes_in(root.data, name) for name in {*found.folders, *going}}
+    # Some stores go on listing prefixes without objects.
+    folders = {name for name in {*found.folders, *going} if root.data.has_folder(name)}
+    sizes = {name: _sizes_in(root.data, name) for name in folders}
     for name in found.temporaries:
         with contextlib.suppress(CheckpointError):  # What is not there any more, or is no file.
             sizes[name] = [root.manifests.size(name)]
@@ -245,11 +247,8 @@ def collect_garbage(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Contai
     removed = remove_leftovers(root, heads, found, keep_attempts=keep_attempts)
     if found.unread:
         raise found.unread[0]
-    folders = {*found.folders, *going}
-    # Some stores go on listing prefixes without objects.
-    is_seen = {name for name in removed if sizes.get(name) or isinstance(root, CheckpointRoot)}
     files = [size for name in removed for size in sizes.get(name, [])]
-    return GarbageReport(folders_count=len(folders & is_seen), files_count=len(files), bytes=sum(files))
+    return GarbageReport(folders_count=len(folders & {*removed}), files_count=len(files), bytes=sum(files))
 
 
 def _sizes_in(data: Directory | StoreFolder, name: str) -> list[int]:

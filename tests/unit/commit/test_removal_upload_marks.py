@@ -112,3 +112,13 @@ def test_a_commit_that_fails_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(asyncckpt.ConflictError, match="planned"):
             saver.save(3)
     assert (marks(tmp_path / "ckpt"), noted.attempts, [*claims.held]) == ([], [], [])
+
+
+def test_one_sweep_removes_a_folder_that_a_crash_has_left_and_its_mark(tmp_path: Path) -> None:
+    two_chains(tmp_path)
+    failed = Attempt.new(9)
+    with CheckpointRoot.for_reading(tmp_path) as root:
+        root.data.make_folder(failed.directory).close()
+        mark_upload(root, failed)
+        assert sweep(root, KnownHeads(root)) == [failed.directory, upload_mark_name(failed)]
+    assert marks(tmp_path) == []
