@@ -142,6 +142,16 @@ def test_what_a_crashed_sweep_left_is_removed(saved: Written, is_decided: bool) 
     assert marks(saved.root) == []
 
 
+def test_a_mark_that_cannot_be_removed_keeps_nobody_from_saving(
+    saved: Written, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = saved.root / "manifests" / Mark("ab" * 16, Attempt.new(7).directory).name
+    stuck.mkdir()
+    with Saver(path=saved.root, tensors={"n": 1}) as saver:
+        saver.save(8)
+    assert stuck.name in caplog.text
+
+
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_what_is_published_while_it_is_swept_goes_with_its_folder_or_stays(
     saved: Written, monkeypatch: pytest.MonkeyPatch, is_seen: bool
