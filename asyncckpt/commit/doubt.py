@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterable
 
 from asyncckpt import system
-from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, being_removed, check_files
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
@@ -115,6 +114,8 @@ def is_committed_whole(path: Place, attempt: Attempt, name: str | None = None) -
 
     name: of its manifest, if not that of every saved step. IOFailedError when that cannot be found out, or made sure.
     """
+    from asyncckpt.commit.chain import chain_below  # Looked at to resolve a doubt only.
+
     try:
         root = open_root(path)
     except NotFoundError:

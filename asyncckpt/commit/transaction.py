@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from asyncckpt.commit.attempt import Claim, Draft, claims, encode_proven, step_exists
 from asyncckpt.commit.discover import KnownHeads, being_removed, find_leftovers, read_manifest
+from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, forget_after, settle
 from asyncckpt.commit.root import Publication, WriteRoot, folder_removed
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError
 from asyncckpt.format.head import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
@@ -57,7 +58,6 @@ from asyncckpt.version import __version__
 
 if TYPE_CHECKING:
     from asyncckpt.commit.chain import KnownChain
-    from asyncckpt.commit.doubt import InDoubt
 
 WRITER = f"asyncckpt {__version__}"
 
@@ -102,9 +102,9 @@ class Commits:
 
     def retain(self, policy: KeepPolicy, *, protected: Callable[[], Collection[int]]) -> None:
         """Let all go that is not kept. Never raises: the new checkpoint is committed. Says once what is in its way."""
-        from asyncckpt.commit.retention import retain  # A Saver that keeps all does not load it.
-
         try:
+            from asyncckpt.commit.retention import retain  # A Saver that keeps all does not load it.
+
             damaged = retain(self.root, self.heads, policy, protected=protected).damaged
             found = [f"step {step}, which is damaged and counts for no rule: {why}" for step, why in damaged.items()]
         except Exception as error:
@@ -120,7 +120,7 @@ class Commits:
                 from asyncckpt.commit.removal import remove_leftovers  # Usually there are none.
 
                 remove_leftovers(self.root, self.heads, left, keep_attempts=claims.held)
-        except CheckpointError as error:
+        except (CheckpointError, ImportError, OSError) as error:  # No file can be opened, also none of the package.
             found.append(str(error))
         if found or self.said:
             self._say("leftovers", found)
@@ -138,8 +138,6 @@ class Commits:
         What the next `begin` can settle is no reason.
         """
         if self.in_doubt:
-            from asyncckpt.commit.doubt import check_may_be_settled  # Loaded when there is a doubt.
-
             check_may_be_settled(self.in_doubt)
 
 
@@ -174,8 +172,6 @@ class Transaction:
         with recorder.span("begin"):
             commits.root.check_in_place(what)
             if commits.in_doubt:
-                from asyncckpt.commit.doubt import forget_after, settle  # Loaded when there is a doubt.
-
                 if claim.kind == "save":
                     forget_after(commits.in_doubt, claim.step)  # Somebody has gone back to before them.
                 settle(commits.in_doubt)
@@ -212,7 +208,7 @@ class Transaction:
                 raw = await self._on_thread(recorder.timed("prove", self._prepare), draft)
                 await self._publication.write(raw, self._commits.threads)
                 await self._on_thread(recorder.timed("publish", self._publish), head)
-            except IndeterminateError as error:
+            except InDoubt as error:
                 self._note_doubt(error, head, raw)
                 raise
             except BaseException:
@@ -225,10 +221,7 @@ class Transaction:
         parent = ParentFacts(step=head.step, attempt=head.attempt, digest=sealed.digest)
         return Published(parent=parent, manifest_bytes=len(raw))
 
-    def _note_doubt(self, error: IndeterminateError, head: ManifestHead, raw: bytearray) -> None:
-        from asyncckpt.commit.doubt import InDoubt  # Loaded when there is a doubt.
-
-        assert isinstance(error, InDoubt)
+    def _note_doubt(self, error: InDoubt, head: ManifestHead, raw: bytearray) -> None:
         self._state = "in doubt"
         if self._publication.can_send_again(head.file_name):
             error.settle = partial(self._settle, error, head, raw)
@@ -336,8 +329,6 @@ class Transaction:
         try:
             self._publication.publish(name)
         except Exception as error:
-            from asyncckpt.commit.doubt import find_manifest  # Loaded when there is a doubt.
-
             try:
                 is_ours = find_manifest(root, attempt, name) is not None
             except Exception:
@@ -378,7 +369,6 @@ class Transaction:
 
     def _settle(self, doubt: InDoubt, head: ManifestHead, raw: bytearray) -> None:
         """Publish once more what is in doubt, unless it is there, or somebody was told that it is not."""
-        from asyncckpt.commit.doubt import find_manifest
 
         def send() -> None:
             self._check_others(head)
@@ -391,8 +381,6 @@ class Transaction:
             self._committed(head, raw)
 
     def _doubt(self, name: str, error: Exception) -> InDoubt:
-        from asyncckpt.commit.doubt import InDoubt  # Loaded when there is a doubt.
-
         step = self.attempt.step
         what = f"checkpoint of step {step} may be visible, but is perhaps not durable, or not whole: {error}"
         return InDoubt(what, self._root.path, self.attempt, name)
