@@ -40,7 +40,7 @@ from asyncckpt.engine.ranks import steps_together
 from asyncckpt.engine.ranks.open_directory import look_for_all, which_of_all
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.loader import load_now
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl

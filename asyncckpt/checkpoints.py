@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.commit.discover import (
-    by_step,
+    Listing,
     committed_steps,
-    compacted_among,
     look_again,
     newest_step,
     read_manifest,
     read_summary,
 )
-from asyncckpt.commit.removal import is_pinned, pins_among
 from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.dtypes import supported_dtypes
-from asyncckpt.format.limits import check_step
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, SaveTimes, SealedHead
+from asyncckpt.format.head import FileFacts, ManifestHead, SaveTimes, SealedHead
+from asyncckpt.format.manifest import BlockFacts, Manifest, RankPart
+from asyncckpt.format.names import check_step
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.result import GarbageReport, PruneReport, VerifyReport
 from asyncckpt.model.table import Role
@@ -201,20 +200,19 @@ class KnownSummaries:
         found: dict[int, CheckpointSummary | CheckpointError] = {}
         kept: dict[int, tuple[object, CheckpointSummary]] = {}
         with open_root(self._path) as root:
-            listed = root.manifests.names()
-            pinned, compacted = pins_among(listed), compacted_among(listed)
-            for step, names in sorted(by_step(listed).items()):
+            listing = Listing.of(root)
+            for step, names in sorted(listing.manifests.items()):
                 uninterrupted.look()
                 try:
                     files = names if self._remembers else ()
-                    version = (step in pinned, *((name, *root.manifests.version(name)) for name in files))
+                    version = (step in listing.pins, *((name, *root.manifests.version(name)) for name in files))
                     known = self._known.get(step)
                     if known is None or known[0] != version:
-                        known = version, _short(root, step, names, pinned=step in pinned)
+                        known = version, _short(root, step, names, pinned=step in listing.pins)
                     kept[step] = known
                     found[step] = known[1]
-                    if compacted and known[1].parents:
-                        found[step] = replace(known[1], parents=_down_to_full(known[1].parents, compacted))
+                    if listing.compacted and known[1].parents:
+                        found[step] = replace(known[1], parents=_down_to_full(known[1].parents, listing.compacted))
                 except NotFoundError:  # It was removed since it was listed.
                     continue
                 except CheckpointError as error:
@@ -238,10 +236,9 @@ def describe(path: str | os.PathLike[str], step: int | None = None) -> Checkpoin
     step = check_step(step)
     with open_root(check_place(path)) as root:
         manifest = look_again(root, lambda: read_manifest(root, newest_step(root) if step is None else step))
-        pinned = is_pinned(root, manifest.step)
-        compacted = compacted_among(root.manifests.names()) if manifest.head.parents else ()
-    info = _info(manifest, pinned=pinned)
-    return replace(info, parents=_down_to_full(info.parents, compacted))
+        listing = Listing.of(root)
+    info = _info(manifest, pinned=manifest.step in listing.pins)
+    return replace(info, parents=_down_to_full(info.parents, listing.compacted))
 
 
 def _down_to_full(parents: Sequence[int], compacted: Container[int]) -> tuple[int, ...]:

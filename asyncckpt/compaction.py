@@ -10,7 +10,7 @@ from asyncckpt.engine.compact.run_compaction import run_compaction
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, rewriters
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import ConflictError
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress

@@ -32,7 +32,7 @@ from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.errors import DeadlineError, UsageError
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place

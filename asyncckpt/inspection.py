@@ -13,8 +13,8 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.root import open_root
 from asyncckpt.errors import NotFoundError, UsageError
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.names import check_step
 from asyncckpt.format.tree import VALUE, Node, Path, key_value
 from asyncckpt.format.values import MAPPINGS, decode_value
 from asyncckpt.model.enough_memory import enough_memory

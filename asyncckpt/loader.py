@@ -20,7 +20,7 @@ from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.event_loop import WaitsUntilFree, check_may_wait_for
 from asyncckpt.engine.process.future import FutureState, LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place

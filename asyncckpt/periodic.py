@@ -33,7 +33,7 @@ from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.save.start_save import encode_metadata
 from asyncckpt.errors import CheckpointError, IOFailedError, SaveCancelledError, UsageError, closing_beside, warn
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, OnBusy
 from asyncckpt.saver import Saver

@@ -10,8 +10,7 @@ from typing import TypeVar
 from asyncckpt.arguments import check_type
 from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.chain import newest_verified
-from asyncckpt.commit.discover import KnownHeads, committed_steps, numbers_of
-from asyncckpt.commit.judge import Listing
+from asyncckpt.commit.discover import KnownHeads, Listing, committed_steps, numbers_of
 from asyncckpt.commit.removal import collect_garbage as sweep_all
 from asyncckpt.commit.removal import pin_step, unpin_step
 from asyncckpt.commit.retention import remove_steps, retain
@@ -19,7 +18,7 @@ from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.model.result import GarbageReport, PruneReport
 from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy
 from asyncckpt.signals import uninterrupted
@@ -34,8 +33,8 @@ def remove(
 ) -> list[int]:
     """Remove these checkpoints for good, all or none, newest first; return their steps, ascending.
 
-    Blocks until that is durable and their files are gone. A crash meanwhile leaves each in full or not at all, and the
-    next save completes it or takes it back. Raises UsageError when a delta that stays builds upon one of them, or one
+    Blocks until that is durable and their files are gone. A crash meanwhile leaves each in full or not at all: the
+    newest are gone then. Raises UsageError when a delta that stays builds upon one of them, or one
     is pinned; NotFoundError when one is not there; ConflictError while another process writes to the directory, or a
     save of this one needs a step; also CorruptError, IOFailedError. dry_run: remove nothing, and need no lock.
     """
@@ -120,7 +119,7 @@ def collect_garbage(path: str | os.PathLike[str]) -> GarbageReport:
     when some stays because a manifest cannot be read that may need it; also NotFoundError, IOFailedError. Nobody sees
     who else writes to a store: there a save that is being made elsewhere fails, and is not acknowledged.
     """
-    return _on_thread(path, lambda root: sweep_all(root, KnownHeads(root), keep_attempts=claims), "a removal")
+    return _on_thread(path, lambda root: sweep_all(root, KnownHeads(root), keep_attempts=claims.held), "a removal")
 
 
 def _check_metric(root: WriteRoot, heads: KnownHeads, metric: str) -> None:

@@ -28,7 +28,7 @@ from asyncckpt.engine.process.in_flight import OpenErrors, RunningCalls, SaveCou
 from asyncckpt.engine.save.save_job import SaveCall
 from asyncckpt.engine.save.start_save import encode_metadata, start_save
 from asyncckpt.errors import DeadlineError, UsageError
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock

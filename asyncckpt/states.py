@@ -14,7 +14,7 @@ from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.ranks.holdings import check_said
 from asyncckpt.errors import UsageError
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.loader import load_now
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.result import SaveResult

@@ -34,7 +34,7 @@ from rich.console import Console
 import asyncckpt
 from asyncckpt.checkpoints import describe
 from asyncckpt.engine.upload.upload_attempt import upload_attempt
-from asyncckpt.format.names import Attempt, attempt_of_directory
+from asyncckpt.format.names import Attempt, parse
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import PART_BYTES_MIN, ObjectStore
 from bench.figures import median_of
@@ -95,8 +95,9 @@ def _rounds(folder: Path, state_bytes: int, rounds: int) -> list[dict[str, Any]]
     state = {f"t{i}": torch.from_numpy(piece) for i, piece in enumerate(pieces)}
     asyncckpt.save(folder / "ckpt", state)
     [name, *_] = {Path(file).parent.name for file in describe(folder / "ckpt").files}
-    attempt = attempt_of_directory(name)
-    assert attempt is not None
+    found = parse(name)
+    assert found is not None
+    attempt = Attempt(found.step, found.attempt)
     answers = []
     for index in range(rounds):
         with scratch_folder(folder) as own, seaweed.running(own, buckets=(BUCKET,)) as server:

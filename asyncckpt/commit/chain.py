@@ -20,9 +20,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.commit.discover import UNREADABLE, KnownHeads, check_files, read_manifest
-from asyncckpt.commit.root import CheckpointRoot, ReadRoot, StoreRoot, WriteRoot
+from asyncckpt.commit.root import CheckpointRoot, ReadRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
-from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts, SealedHead
+from asyncckpt.format.head import ManifestHead, ParentFacts, SealedHead
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 
 STEPS_SHOWN_MAX = 16
@@ -101,7 +102,9 @@ class KnownChain:
         first that is full by now. Raises ConflictError where one is gone. It reads no file, so it may run in a call, on
         any rank; `check` sees to the rest when the delta is published.
         """
-        if isinstance(self._root, StoreRoot):  # A call does not wait for answers: it knows of the last look alone.
+        if not isinstance(
+            self._root, CheckpointRoot
+        ):  # A call does not wait for answers: it knows of the last look alone.
             compacted = [self._root.remembered.exists(compacted_manifest_name(parent.step)) for parent in parents]
             return [None] * (compacted.index(True) + 1 if True in compacted else len(parents))
         found: list[ManifestHead | None] = []
@@ -153,7 +156,7 @@ class KnownChain:
         root = self._root
         with contextlib.suppress(CheckpointError):
             if root.manifests.version(found.file_name) == version:
-                if isinstance(root, StoreRoot):
+                if not isinstance(root, CheckpointRoot):
                     check_files(root, found)
                     return True
                 return all(root.root.size(file.path) == file.bytes for file in found.files)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from asyncckpt.errors import CheckpointError, ConflictError
+from asyncckpt.format.head import open_manifest, rank_fields
 from asyncckpt.format.manifest import BlockFacts, Manifest
-from asyncckpt.format.read_head import open_manifest, rank_fields
 from asyncckpt.format.read_manifest import check_whole, decode_part
 from asyncckpt.format.tree import Path, path_name, tensor_paths
 from asyncckpt.model.table import Role

@@ -1,4 +1,5 @@
-"""Find the checkpoints of a directory: the manifests are the only truth. Reads, and never writes or deletes.
+"""Find the checkpoints of a directory, and what failed saves left: the manifests are the only truth. Reads, and never
+writes or deletes.
 
 A step may have two manifests: its own, and that of a compacted checkpoint which stands for it. Whoever looks for the
 step takes the compacted one; but its own one where the folder of the other is missing: a writer without a working lock
@@ -9,21 +10,23 @@ what the other was made of: somebody without a working lock, or in a store, has 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncckpt.commit.foreign import what_is_there
-from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead, Summary
-from asyncckpt.format.names import compacted_manifest_name, manifest_name, split_shard_path, step_of_manifest
-from asyncckpt.format.read_head import decode_head
+from asyncckpt.format.head import FileFacts, ManifestHead, SealedHead, decode_head
+from asyncckpt.format.manifest import Manifest, Summary
+from asyncckpt.format.names import Attempt, Name, compacted_manifest_name, manifest_name, parse
 from asyncckpt.format.read_manifest import decode_manifest, decode_summary
 from asyncckpt.format.strict_json import Json
 from asyncckpt.storage.directory import Directory
-from asyncckpt.storage.store_folder import StoreFolder
+
+if TYPE_CHECKING:
+    from asyncckpt.commit.root import ReadRoot, WriteRoot
+    from asyncckpt.storage.store_folder import StoreFolder
 
 Sealed = TypeVar("Sealed", bound=SealedHead)
 T = TypeVar("T")
@@ -42,22 +45,69 @@ def look_again(root: ReadRoot, look: Callable[[], T]) -> T:
         try:
             return look()
         except (CorruptError, NotFoundError):
-            newest = max(by_step(before), default=-1)
-            after = {name for name in root.manifests.names() if name in before or not _is_newer(name, newest)}
+            newest = max(map(_step_of, before), default=-1)
+            after = {name for name in root.manifests.names() if name in before or not _step_of(name) > newest >= 0}
             if not looks_left or after == before:
                 raise
     raise AssertionError("the last look returns or raises")
 
 
-def _is_newer(name: str, newest: int) -> bool:
-    """Return whether this is the manifest of a step above a newest one, if there is one."""
-    step = step_of_manifest(name)
-    return step is not None and step > newest >= 0
+def _step_of(name: str) -> int:
+    """Return the step of a manifest of this name; -1 for another file."""
+    found = parse(name)
+    return found.step if found is not None and found.kind in ("manifest", "compacted") else -1
+
+
+@dataclass
+class Listing:
+    """What the names in manifests/ say, from one look at them. Foreign files are passed over.
+
+    manifests    by step; the last one counts: the compacted one where there is one
+    pins         steps that are pinned; some may be gone
+    uploads      attempts that are to be uploaded, in the order of their steps
+    temporaries  attempts by the name of their manifest, which is not published
+    going        folders that somebody is about to remove
+    """
+
+    manifests: dict[int, list[str]] = field(default_factory=dict)
+    pins: set[int] = field(default_factory=set)
+    uploads: list[Attempt] = field(default_factory=list)
+    temporaries: dict[str, str] = field(default_factory=dict)
+    going: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(root: ReadRoot) -> Listing:
+        listing = Listing()
+        # Sorted backwards, the manifest of a step comes before that of its compacted checkpoint.
+        for name in sorted(root.manifests.names(), reverse=True):
+            match parse(name):
+                case Name("manifest" | "compacted", step):
+                    listing.manifests.setdefault(step, []).append(name)
+                case Name("pin", step):
+                    listing.pins.add(step)
+                case Name("upload", step, attempt):
+                    listing.uploads.append(Attempt(step, attempt))
+                case Name("temporary", _, attempt):
+                    listing.temporaries[name] = attempt
+                case Name("announced" | "decided") as mark:
+                    listing.going.add(mark.folder)
+        listing.uploads.reverse()
+        return listing
+
+    @property
+    def compacted(self) -> set[int]:
+        """The steps that have the manifest of a compacted checkpoint."""
+        return {step for step, names in self.manifests.items() if names[-1] == compacted_manifest_name(step)}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all manifests."""
+        return {name for names in self.manifests.values() for name in names}
 
 
 def committed_steps(root: ReadRoot) -> list[int]:
-    """Return the steps that have a manifest, ascending. Foreign files are passed over."""
-    return sorted({step for name in root.manifests.names() if (step := step_of_manifest(name)) is not None})
+    """Return the steps that have a manifest, ascending."""
+    return sorted(Listing.of(root).manifests)
 
 
 def is_committed(root: ReadRoot, step: int) -> bool:
@@ -65,17 +115,10 @@ def is_committed(root: ReadRoot, step: int) -> bool:
     return any(root.manifests.exists(name) for name in (manifest_name(step), compacted_manifest_name(step)))
 
 
-def by_step(listed: Iterable[str]) -> dict[int, list[str]]:
-    """Return the manifests among these names, by step; the last one counts: the compacted one where there is one."""
-    names = set(listed)
-    steps = {step for name in names if (step := step_of_manifest(name)) is not None}
-    return {step: [n for n in (manifest_name(step), compacted_manifest_name(step)) if n in names] for step in steps}
-
-
-def compacted_among(listed: Iterable[str]) -> set[int]:
-    """Return the steps that have the manifest of a compacted checkpoint among these names."""
-    steps = {name: step_of_manifest(name) for name in listed}
-    return {step for name, step in steps.items() if step is not None and name == compacted_manifest_name(step)}
+def being_removed(root: ReadRoot) -> set[str]:
+    """Return the folders that somebody is about to remove. Look whether something is there only after this."""
+    # A store renames a mark once, and one listing, which is not atomic, may miss it then.
+    return {folder for _ in range(root.looks_for_marks) for folder in Listing.of(root).going}
 
 
 def read_manifest(root: ReadRoot, step: int) -> Manifest:
@@ -210,35 +253,88 @@ def newest_step(root: ReadRoot) -> int:
     """Return the newest committed step; NotFoundError when there is none."""
     steps = committed_steps(root)
     if not steps:
+        from asyncckpt.commit.foreign import what_is_there  # Looked for when nothing of ours is there.
+
         raise NotFoundError(f"there is no checkpoint in {str(root.path)!r}", **what_is_there(root.root))
     return steps[-1]
 
 
-def check_files(root: WriteRoot, head: ManifestHead, folder: Directory | StoreFolder | None = None) -> None:
-    """Check that every file is there with its exact size. CorruptError naming file and rank, IOFailedError.
-
-    folder: the attempt's, held open; a file that was written through it must be the very same.
-    """
-    if folder is None and head.files:
-        try:
-            with root.data.child(head.folder_name) as opened:
-                return check_files(root, head, opened)
-        except NotFoundError as error:
-            raise CorruptError(f"folder {head.folder_name!r} of step {head.step} is missing") from error
-    if folder is not None:
-        check_listed(folder, head.files, step=head.step)
+def check_files(root: WriteRoot, head: ManifestHead) -> None:
+    """Check that every file is there with its exact size. CorruptError naming file and rank, IOFailedError."""
+    if not head.files:
+        return
+    try:
+        with root.data.child(head.folder_name) as folder:
+            check_listed(folder, head.files, step=head.step)
+    except NotFoundError as error:
+        raise CorruptError(f"folder {head.folder_name!r} of step {head.step} is missing") from error
 
 
 def check_listed(folder: Directory | StoreFolder, files: Iterable[FileFacts], *, step: int) -> None:
-    """Check that these files are in the folder of their attempt: see check_files."""
+    """Check these files in the open folder of their attempt. One that was written through it must be the very same.
+
+    CorruptError naming file and rank, IOFailedError.
+    """
     for file in files:
         what = f"shard file {file.path!r} of rank {file.rank} of step {step}"
         try:
-            folder.check_file(split_shard_path(file.path, owner=what)[1], bytes=file.bytes)
+            folder.check_file(file.path.rpartition("/")[2], bytes=file.bytes)
         except NotFoundError as error:
             raise CorruptError(f"{what} is missing") from error
         except CorruptError as error:
             raise CorruptError(f"{what} is not what was written: {error}") from error
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What failed saves and removals have left in a directory.
+
+    folders      in data/: of no manifest and no running attempt
+    temporaries  manifests that were not published, and whose attempts do not run
+    uploads      marks of attempts that do not run, and have no folder or one of these
+    pins         the pinned steps that are gone
+    unread       why a manifest cannot be read; folders of its step stay
+    """
+
+    folders: list[str]
+    temporaries: list[str]
+    uploads: list[Attempt]
+    pins: set[int]
+    unread: list[CheckpointError]
+
+
+def find_leftovers(root: WriteRoot, heads: KnownHeads, keep_attempts: Container[str] = ()) -> Leftovers:
+    """Return what a sweep may remove, if it is so still when each is looked at once more.
+
+    Folders are listed before manifests: one whose manifest is published meanwhile is then seen to have one. Reads the
+    manifests of steps with several folders or manifests only. keep_attempts: ids of running attempts.
+    """
+    there = root.data.names()
+    listing = Listing.of(root)
+    folders_of: dict[int, list[str]] = defaultdict(list)
+    for name in there:
+        found = parse(name)
+        if found is not None and found.kind == "attempt" and found.attempt not in keep_attempts:
+            folders_of[found.step].append(name)
+    strays: list[str] = []
+    unread: list[CheckpointError] = []
+    for step, folders in folders_of.items():
+        manifests = listing.manifests.get(step, [])
+        if len(manifests) == len(folders) == 1:
+            continue
+        try:
+            named = {heads.of(name).head.folder_name for name in manifests}
+        except NotFoundError:  # Retention removes the step right now, and its folders.
+            continue
+        except CheckpointError as error:
+            unread.append(error)
+            continue
+        strays += [folder for folder in folders if folder not in named]
+    temporaries = [name for name, attempt in listing.temporaries.items() if attempt not in keep_attempts]
+    stay = {*there} - {*strays}
+    uploads = [one for one in listing.uploads if one.id not in keep_attempts and one.directory not in stay]
+    pins = listing.pins - listing.manifests.keys()
+    return Leftovers(strays, temporaries, uploads, pins, unread)
 
 
 def shown_steps(steps: list[int]) -> str:

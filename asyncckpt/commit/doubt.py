@@ -14,12 +14,10 @@ import os
 from collections.abc import Callable, Iterable
 
 from asyncckpt import system
-from asyncckpt.commit.chain import chain_below
-from asyncckpt.commit.discover import KnownHeads, check_files
-from asyncckpt.commit.removal import being_removed, raise_noted, take_over
+from asyncckpt.commit.discover import KnownHeads, being_removed, check_files
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
-from asyncckpt.format.manifest import ManifestHead
+from asyncckpt.format.head import ManifestHead
 from asyncckpt.format.names import Attempt, manifest_name, temporary_manifest_name
 from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import Place
@@ -116,14 +114,13 @@ def is_committed_whole(path: Place, attempt: Attempt, name: str | None = None) -
 
     name: of its manifest, if not that of every saved step. IOFailedError when that cannot be found out, or made sure.
     """
+    from asyncckpt.commit.chain import chain_below  # Looked at to resolve a doubt only.
+
     try:
         root = open_root(path)
     except NotFoundError:
         return False
     with root:
-        failed: list[CheckpointError] = []
-        take_over(root, failed)  # What is announced may stay.
-        raise_noted(failed)
         going = being_removed(root)
         head = find_manifest(root, attempt, name or manifest_name(attempt.step))
         if head is None:

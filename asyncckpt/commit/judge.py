@@ -14,32 +14,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncckpt.commit.chain import chain_below
-from asyncckpt.commit.discover import KnownHeads, by_step, check_files
+from asyncckpt.commit.discover import KnownHeads, Listing, check_files
 from asyncckpt.commit.keep import kept_by_rules
-from asyncckpt.commit.removal import pins_among, uploads_among
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.errors import CheckpointError, NotFoundError
-from asyncckpt.format.manifest import ManifestHead
+from asyncckpt.format.head import ManifestHead
 from asyncckpt.options import KeepPolicy
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The manifests by step, the pinned steps, and those not yet uploaded, from one look at manifests/."""
-
-    manifests: Mapping[int, Sequence[str]]
-    pins: frozenset[int]
-    uploads: frozenset[int] = frozenset()
-
-    @staticmethod
-    def of(root: WriteRoot) -> Listing:
-        names = root.manifests.names()
-        uploads = frozenset(attempt.step for attempt in uploads_among(names))
-        return Listing(by_step(names), frozenset(pins_among(names)), uploads)
-
-    @property
-    def names(self) -> set[str]:
-        return {name for names in self.manifests.values() for name in names}
 
 
 @dataclass(frozen=True)
@@ -62,7 +42,8 @@ def judge(
     is_rid_of_doubles = all(len(names) == 1 for names in manifests.values())
     while True:
         why = kept_by_rules(policy, steps, judging.head_of)
-        for reason, also in (("pinned", listing.pins), ("not uploaded", listing.uploads), ("in use", in_use)):
+        waiting = {attempt.step for attempt in listing.uploads}
+        for reason, also in (("pinned", listing.pins), ("not uploaded", waiting), ("in use", in_use)):
             for step in {*also} & manifests.keys():
                 why[step].append(reason)
         if is_rid_of_doubles and len({*why, *judging.damaged}) == len(steps):

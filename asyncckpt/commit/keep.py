@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from asyncckpt.commit.discover import numbers_of
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead
+from asyncckpt.format.head import CREATED_FORMAT, ManifestHead
 from asyncckpt.format.values import decode_value
 from asyncckpt.options import HALF_WAY, KeepPolicy
 

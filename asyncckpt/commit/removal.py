@@ -1,27 +1,27 @@
 """Remove attempts, with the manifests that name them, and what failed saves left; and keep steps from that by marks.
 
-LOCK keeps other writers away. Where it does not work, others may save, remove and sweep at the same time. So whoever
-removes says so first, by a mark, which is an empty file; and nothing gets another name that a reader looks for:
+On a disk, whoever removes holds LOCK, and says so by marks, empty files:
 
-1. Announce: make manifests/.r-<id>-<folder> for each attempt; the id is new, and that of this one removal.
+1. Make manifests/.r-<id>-<folder> for each attempt; the id is new, and that of this one removal.
 2. Look once more whether all of them may still go.
-3. Decide: rename the marks to manifests/.d-<id>-<folder>, children before what they build upon. Stop at the first that
-   is not there any more: another one has taken it back.
-4. Of each, children first: unlink its manifest, sync manifests/, remove its folder, and last its mark, in this order.
-   Stop at a manifest that cannot be removed.
+3. Of each, children before what they build upon: unlink its manifest, sync manifests/, remove its folder, and last its
+   mark. Stop at a manifest that cannot be removed.
+4. Remove the marks that are left, of what stays.
 
-A writer looks for marks after it has published, and then whether all that it needs is there. If it published before 2,
-it is seen there; if later, it sees a mark, or that something is gone, and does not acknowledge.
+Marks are for those who take no LOCK: who pins a step, and another writer, where a lock works on one host only. Both
+make a file durable, look for marks, and then whether all that they need is there. If the file was there at 2, it is
+seen, and the step stays; if it came later, they see a mark, or that something is gone, and say so.
 
-Whoever comes upon marks of another process takes back what is announced, and completes what is decided: it may have
-crashed, and if not, it finds that out in 3. No step of 4 is wrong when two do it.
+No crash needs to be undone. One before 3 leaves marks alone. One in 3 has removed the newest of what goes, with or
+without its folder, which no manifest names then: a sweep removes it. So a manifest that is there names a folder that is
+there, and no delta is left without its parents. Whoever takes LOCK removes the marks of those that had it before.
+
+In a store, which has no LOCK, others may remove at the same time: store_removal.py.
 
 Two other empty files keep a step from retention, for as long as it is there:
 
-manifests/<step>.pin. Whoever pins needs no LOCK, so it works beside a job that trains. It makes the file durable, and
-only then looks whether nobody is about to remove the step, and it is there. If the file was there at 2, it is seen, and
-the step stays; if it came later, who pins sees the mark, and says so. Who pins in vain leaves the file, for another one
-may have pinned the step by it meanwhile. So may a crash.
+manifests/<step>.pin. Who pins in vain leaves the file, for another one may have pinned the step by it meanwhile. So may
+a crash.
 
 manifests/.u-<step>-<attempt>, made right before the rename that commits an attempt which goes to an object store, too;
 both are durable together. Whoever uploads the attempt removes it after that. A crash before leaves it, and the next
@@ -29,7 +29,7 @@ writer goes on. Who names the step may remove it all the same.
 
 A sweep removes these two where the step or attempt is gone, temporary manifests, and attempt folders that no manifest
 names. Only a manifest of step N can name a folder of step N; as long as one cannot be read, the folders of its step
-stay. A store has no LOCK: there a Saver sweeps nothing, and who asks for it ends the saves that others are making.
+stay. In a store a Saver sweeps nothing, and who asks for it ends the saves that others are making.
 """
 
 from __future__ import annotations
@@ -37,46 +37,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from typing import TYPE_CHECKING
 
-from asyncckpt.commit.discover import KnownHeads, by_step, is_committed, read_head
-from asyncckpt.commit.root import ReadRoot, StoreRoot, WriteRoot
-from asyncckpt.errors import (
-    CheckpointError,
-    ConflictError,
-    CorruptError,
-    IOFailedError,
-    NotFoundError,
+from asyncckpt.commit.discover import (
+    KnownHeads,
+    Leftovers,
+    being_removed,
+    find_leftovers,
+    is_committed,
+    read_head,
 )
-from asyncckpt.format.names import (
-    Attempt,
-    Mark,
-    attempt_id_of_temporary,
-    attempt_of_directory,
-    attempt_of_upload_mark,
-    compacted_manifest_name,
-    manifest_name,
-    pin_name,
-    step_of_pin,
-    upload_mark_name,
-)
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IOFailedError, NotFoundError
+from asyncckpt.format.names import Mark, compacted_manifest_name, manifest_name, parse, pin_name, upload_mark_name
 from asyncckpt.model.result import GarbageReport
 from asyncckpt.storage.directory import Directory
-from asyncckpt.storage.store_folder import StoreFolder
 from asyncckpt.system import register_at_fork
 
+if TYPE_CHECKING:
+    from asyncckpt.storage.store_folder import StoreFolder
+
 FAILED_SHOWN_MAX = 8
-_under_way: set[str] = set()  # Ids of the removals of this process.
-register_at_fork(after_in_child=_under_way.clear)
-
-
-def being_removed(root: ReadRoot) -> set[str]:
-    """Return the folders that somebody is about to remove. Look whether something is there only after this."""
-    # A mark is renamed once, and one listing, which is not atomic, may miss it then.
-    return {mark.folder for _ in range(2) for mark in _marks(root)}
+under_way: set[str] = set()  # Ids of the removals of this process.
+register_at_fork(after_in_child=under_way.clear)
 
 
 def remove_each(root: WriteRoot, names: Iterable[str]) -> list[str]:
@@ -109,80 +93,56 @@ def raise_noted(failed: Sequence[CheckpointError]) -> None:
         raise IOFailedError("; ".join(error.what for error in failed[:FAILED_SHOWN_MAX])) from failed[0]
 
 
-def take_over(root: WriteRoot, failed: list[CheckpointError]) -> list[Mark]:
-    """Take back what other processes, or failed removals of this one, have announced; return what they have decided.
-
-    In a store nothing is taken back, for nobody could see that it was: a mark changes its name there by two requests.
-    failed: gets why marks stay.
-    """
-    others = [mark for mark in _marks(root) if mark.id not in _under_way]
-    if not isinstance(root, StoreRoot):
-        with noted(failed):
-            remove_each(root, [mark.name for mark in others if not mark.is_decided])
-    return sorted((mark for mark in others if mark.is_decided), key=lambda mark: mark.folder, reverse=True)
-
-
-def complete_decided(root: WriteRoot) -> None:
-    """Complete what other processes, which may have crashed, have decided to remove. Raises as `remove`.
-
-    Whoever is going to write does it before anybody looks for the newest step: else training could go on from one that
-    goes behind its back, by its next sweep.
-    """
-    remove(root, KnownHeads(root), (), lambda: True)
-
-
 def remove(root: WriteRoot, heads: KnownHeads, folders: Sequence[str], may_go: Callable[[], bool]) -> list[str]:
-    """Remove attempts, children first, and what others have decided to; return the folders that are gone.
+    """Remove attempts, children first; return the folders that are gone: none when they may not go any more.
 
-    None of `folders` when they may not go any more, fewer when another one says so. IOFailedError naming those that
-    cannot be removed, at the end; ConflictError where the directory was moved: somebody keeps it elsewhere.
+    IOFailedError naming those that cannot be removed, at the end; ConflictError where the directory was moved: somebody
+    keeps it elsewhere.
     """
     if folders:
         root.check_in_place("checkpoints were to be removed")
     number = uuid.uuid4().hex
-    _under_way.add(number)
-    failed: list[CheckpointError] = []
+    under_way.add(number)
     try:
-        decided = take_over(root, failed)
-        theirs = {mark.folder for mark in decided}
-        decided += _decide(root, [Mark(number, folder) for folder in folders if folder not in theirs], may_go)
-        with noted(failed):
-            _complete(root, heads, decided)
-        raise_noted(failed)
+        marks = [Mark(number, folder) for folder in folders]
+        if isinstance(root, CheckpointRoot):
+            return _remove_on_disk(root, heads, marks, may_go)
+        from asyncckpt.commit.store_removal import remove_in_store  # Who has a disk does not load it.
+
+        return remove_in_store(root, heads, marks, may_go)
     finally:
-        _under_way.discard(number)
-    return [mark.folder for mark in decided]
+        under_way.discard(number)
 
 
-def _marks(root: ReadRoot) -> list[Mark]:
-    return [mark for name in root.manifests.names() if (mark := Mark.of(name)) is not None]
-
-
-def _decide(root: WriteRoot, marks: Sequence[Mark], may_go: Callable[[], bool]) -> list[Mark]:
-    decided: list[Mark] = []
-    may_come = 0  # Of a request that was not answered: nobody may build upon what it may yet decide.
+def _remove_on_disk(
+    root: CheckpointRoot, heads: KnownHeads, marks: Sequence[Mark], may_go: Callable[[], bool]
+) -> list[str]:
+    left = [mark.name for mark in marks]
+    gone: list[str] = []
     try:
         for mark in marks:
             root.manifests.make_empty(mark.name)
-        for mark in marks if marks and may_go() else ():
-            may_come = 1 if isinstance(root, StoreRoot) else 0
-            root.manifests.move(mark.name, replace(mark, is_decided=True).name)
-            may_come = 0
-            decided.append(replace(mark, is_decided=True))
-    except IOFailedError as error:
-        may_come = may_come if error.errno == errno.ETIMEDOUT else 0
-        if error.errno != errno.ENOENT:
-            raise
-    finally:
-        for mark in marks[len(decided) + may_come :]:
-            root.manifests.remove_file(mark.name)
-    return decided
+        if marks and may_go():
+            complete(root, heads, marks, gone)
+    except Exception:
+        with contextlib.suppress(CheckpointError):
+            remove_each(root, left)
+        raise
+    remove_each(root, left)
+    return gone
 
 
-def _complete(root: WriteRoot, heads: KnownHeads, decided: Iterable[Mark]) -> None:
+def forget_marks(root: CheckpointRoot) -> None:
+    """Remove marks of processes that had LOCK before, and have ended; this one has it. IOFailedError."""
+    found = [(name, parse(name)) for name in root.manifests.names()]
+    others = [name for name, mark in found if mark is not None and mark.removal and mark.removal not in under_way]
+    remove_each(root, others)
+
+
+def complete(root: WriteRoot, heads: KnownHeads, marks: Iterable[Mark], gone: list[str]) -> None:
+    """Remove what these marks name, and the marks, children first. gone: gets the folders. IOFailedError."""
     failed: dict[str, CheckpointError] = {}
-    gone: set[str] = set()
-    for mark in sorted(decided, key=_step, reverse=True):
+    for mark in sorted(marks, key=lambda mark: mark.folder[:12], reverse=True):
         try:
             _remove_manifests(root, heads, mark)
         except CorruptError as error:  # Nobody can read it, so it needs nothing.
@@ -194,14 +154,9 @@ def _complete(root: WriteRoot, heads: KnownHeads, decided: Iterable[Mark]) -> No
         try:
             root.data.remove_folder(mark.folder)
             root.manifests.remove_file(mark.name)
-            gone.add(mark.folder)
+            gone.append(mark.folder)
         except CheckpointError as error:
             failed[mark.folder] = error
-    if isinstance(root, StoreRoot):  # There, what others have announced and not decided is never taken back.
-        for other in _marks(root) if gone else ():
-            if other.folder in gone:
-                root.manifests.remove_file(other.name)
-        root.look_anew()
     if failed:
         first = next(iter(failed.values()))
         what = f"{len(failed)} folders cannot be removed, {sorted(failed)[:8]}: {first}"
@@ -209,50 +164,13 @@ def _complete(root: WriteRoot, heads: KnownHeads, decided: Iterable[Mark]) -> No
 
 
 def _remove_manifests(root: WriteRoot, heads: KnownHeads, mark: Mark) -> None:
-    for name in (manifest_name(_step(mark)), compacted_manifest_name(_step(mark))):
+    step = int(mark.folder[:12])
+    for name in (manifest_name(step), compacted_manifest_name(step)):
         with contextlib.suppress(NotFoundError):
             if heads.of(name).head.folder_name == mark.folder:
                 root.manifests.remove_file(name, version=heads.version(name))
     # Also what another one has unlinked, who may have died before that was durable.
     root.manifests.sync()
-
-
-def _step(mark: Mark) -> int:
-    attempt = attempt_of_directory(mark.folder)
-    assert attempt is not None
-    return attempt.step
-
-
-def mark_upload(root: WriteRoot, attempt: Attempt) -> None:
-    root.manifests.make_empty(upload_mark_name(attempt))
-
-
-def unmark_upload(root: WriteRoot, attempt: Attempt) -> None:
-    """Remove a mark. Not synced: one that comes back is of what is in the store already."""
-    root.manifests.remove_file(upload_mark_name(attempt))
-
-
-def uploads_among(names: Iterable[str]) -> list[Attempt]:
-    """Return the attempts that are to be uploaded, in the order of their steps, given the names in manifests/."""
-    found = [attempt for name in names if (attempt := attempt_of_upload_mark(name)) is not None]
-    return sorted(found, key=lambda attempt: attempt.step)
-
-
-def remove_upload_marks(root: WriteRoot, listed: Iterable[str], keep_attempts: Container[str]) -> list[str]:
-    """Remove the marks among these whose attempts have no folder and are not running; return their names."""
-    marked = [attempt for attempt in uploads_among(listed) if attempt.id not in keep_attempts]
-    folders = set(root.data.names()) if marked else set()  # Behind the marks, which are made later.
-    names = [upload_mark_name(attempt) for attempt in marked if attempt.directory not in folders]
-    return remove_each(root, names)
-
-
-def pins_among(names: Iterable[str]) -> set[int]:
-    """Return the steps that are pinned, given the names in manifests/; some may be gone."""
-    return {step for name in names if (step := step_of_pin(name)) is not None}
-
-
-def is_pinned(root: ReadRoot, step: int) -> bool:
-    return root.manifests.exists(pin_name(step))
 
 
 def pin_step(root: WriteRoot, step: int) -> None:
@@ -288,50 +206,49 @@ def sweep(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Container[str] =
     take it out once they have published it or given it up. One that cannot be removed does not keep the others:
     IOFailedError naming those that stay, at the end.
     """
-    names = root.data.names()
-    find_strays = partial(_strays, root, heads, names, keep_attempts, [])
-    strays = find_strays()
-    listed = root.manifests.names()
-    temporaries = _temporaries(listed, keep_attempts)
+    return remove_leftovers(root, heads, find_leftovers(root, heads, keep_attempts), keep_attempts=keep_attempts)
+
+
+def remove_leftovers(
+    root: WriteRoot, heads: KnownHeads, found: Leftovers, *, keep_attempts: Container[str]
+) -> list[str]:
+    """Remove what was found, as far as it still is a leftover: see sweep."""
     removed: list[str] = []
     failed: list[CheckpointError] = []
+
+    def are_left() -> bool:
+        return {*found.folders} <= {*find_leftovers(root, heads, keep_attempts).folders}
+
     with noted(failed):
-        removed += remove_each(root, temporaries)
+        removed += remove_each(root, found.temporaries)
     with noted(failed):
-        removed += remove(root, heads, strays, lambda: set(strays) <= set(find_strays()))
+        removed += remove(root, heads, found.folders, are_left)
     with noted(failed):
-        removed += remove_upload_marks(root, listed, keep_attempts)
-    if pins_among(listed):
-        now = root.manifests.names()
-        with noted(failed):
-            removed += remove_pins(root, pins_among(now) - by_step(now).keys())
+        # A folder is made before the mark of its attempt; so the one that is not there now will not come.
+        left = [one for one in found.uploads if not root.data.has_folder(one.directory)]
+        removed += remove_each(root, map(upload_mark_name, left))
+    with noted(failed):
+        removed += remove_pins(root, found.pins)
     raise_noted(failed)
     return removed
 
 
 def collect_garbage(root: WriteRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> GarbageReport:
     """Sweep, and say how much that was. Then raises also what keeps folders: that a manifest cannot be read."""
-    unread: list[CheckpointError] = []
-    strays = _strays(root, heads, root.data.names(), keep_attempts, unread)
-    sizes = {name: _sizes_in(root.data, name) for name in {*strays, *being_removed(root)}}
-    for name in _temporaries(root.manifests.names(), keep_attempts):
+    found = find_leftovers(root, heads, keep_attempts)
+    going = being_removed(root)  # In a store, what others have decided to remove.
+    # Some stores go on listing prefixes without objects.
+    folders = {name for name in {*found.folders, *going} if root.data.has_folder(name)}
+    sizes = {name: _sizes_in(root.data, name) for name in folders}
+    for name in found.temporaries:
         with contextlib.suppress(CheckpointError):  # What is not there any more, or is no file.
             sizes[name] = [root.manifests.size(name)]
-    removed = sweep(root, heads, keep_attempts=keep_attempts)
-    if unread:
-        raise unread[0]
-    emptied = {name for name in removed if step_of_pin(name) is not None or attempt_of_upload_mark(name) is not None}
-    files = [size for name in removed for size in sizes.get(name, [0] if name in emptied else [])]
-    # Some stores go on listing prefixes without objects.
-    is_seen = {name for name in removed if sizes.get(name) or not isinstance(root, StoreRoot)}
-    folders = [name for name in removed if attempt_of_directory(name) is not None and name in is_seen]
-    return GarbageReport(folders_count=len(folders), files_count=len(files), bytes=sum(files))
-
-
-def _temporaries(names: Iterable[str], keep_attempts: Container[str]) -> list[str]:
-    """Return the temporary manifests among these names, but those of running attempts."""
-    attempts = [(name, attempt_id_of_temporary(name)) for name in names]
-    return [name for name, attempt in attempts if attempt is not None and attempt not in keep_attempts]
+    sizes |= {name: [0] for name in (*map(upload_mark_name, found.uploads), *map(pin_name, found.pins))}
+    removed = remove_leftovers(root, heads, found, keep_attempts=keep_attempts)
+    if found.unread:
+        raise found.unread[0]
+    files = [size for name in removed for size in sizes.get(name, [])]
+    return GarbageReport(folders_count=len(folders & {*removed}), files_count=len(files), bytes=sum(files))
 
 
 def _sizes_in(data: Directory | StoreFolder, name: str) -> list[int]:
@@ -342,37 +259,3 @@ def _sizes_in(data: Directory | StoreFolder, name: str) -> list[int]:
             with contextlib.suppress(CheckpointError):  # Another one has removed it, or it is no file.
                 sizes.append(folder.size(file))
     return sizes
-
-
-def _strays(
-    root: WriteRoot,
-    heads: KnownHeads,
-    names: list[str],
-    keep_attempts: Container[str],
-    unread: list[CheckpointError],
-) -> list[str]:
-    """Return the attempt folders without a manifest. Reads manifests of steps with several folders or manifests only.
-
-    `names` were listed before: a folder of no running attempt whose manifest is published meanwhile is then seen to
-    have one. unread: gets why a manifest cannot be read.
-    """
-    folders_of: dict[int, list[str]] = defaultdict(list)
-    for name in names:
-        attempt = attempt_of_directory(name)
-        if attempt is not None and attempt.id not in keep_attempts:
-            folders_of[attempt.step].append(name)
-    manifests = by_step(root.manifests.names())
-    strays = []
-    for step, folders in folders_of.items():
-        if step not in manifests:
-            strays += folders
-        elif len(folders) > 1 or len(manifests[step]) > 1:
-            try:
-                named = {heads.of(name).head.folder_name for name in manifests[step]}
-            except NotFoundError:  # Retention removes the step right now, and its folders.
-                continue
-            except CheckpointError as error:
-                unread.append(error)
-                continue
-            strays += [folder for folder in folders if folder not in named]
-    return strays

@@ -1,6 +1,6 @@
 """Remove checkpoints: those that no rule keeps (retention), and those that somebody names.
 
-Both are for a writer that holds LOCK, and remove so that nothing is lost where locks do not work: see removal.py.
+Both are for a writer that holds LOCK: see removal.py.
 
 A checkpoint stays when it is wanted or pinned, or when the chain of one that stays needs it (judge.py). A manifest goes
 when its step does, or when a compacted one stands for it. A crash leaves at most data that no manifest names; never a
@@ -16,12 +16,12 @@ from typing import TypeVar
 
 from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.chain import chain_below
-from asyncckpt.commit.discover import UNREADABLE, KnownHeads, look_again
-from asyncckpt.commit.judge import Judgement, Listing, judge
+from asyncckpt.commit.discover import UNREADABLE, KnownHeads, Listing, look_again
+from asyncckpt.commit.judge import Judgement, judge
 from asyncckpt.commit.removal import remove, remove_pins, sweep
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IOFailedError, NotFoundError, UsageError
-from asyncckpt.format.manifest import ManifestHead
+from asyncckpt.format.head import ManifestHead
 from asyncckpt.model.result import PruneReport
 from asyncckpt.options import KeepPolicy
 from asyncckpt.system import register_at_fork
@@ -73,6 +73,8 @@ def retain(
                         return None
                 except IOFailedError as error:
                     failed.append(error)
+                    if any(root.manifests.exists(head.file_name) for head in batch):
+                        break  # It may build upon all that come after it.
                 removed.update(gone)
                 freed_bytes += _bytes_of(batch)
             if failed:
@@ -241,7 +243,7 @@ def _remove_unreadable(root: WriteRoot, heads: KnownHeads, names: Sequence[str])
         root.manifests.remove_file(name)
     if names:
         root.manifests.sync()
-        sweep(root, heads, keep_attempts=claims)
+        sweep(root, heads, keep_attempts=claims.held)
 
 
 def _check_may_go(

@@ -27,7 +27,7 @@ publishes the manifest once more, which replaces nothing: then the checkpoint is
 #   begun       abandoned   close
 #   committing  committed   commit
 #   committing  abandoned   commit, after an error before the rename
-#   committing  in doubt    commit, after an error behind it
+#   committing  in doubt    commit, after an error later
 #   in doubt    committed   in a store, the next `begin`
 """
 
@@ -41,34 +41,23 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from asyncckpt.commit.attempt import (
-    Claim,
-    Draft,
-    Publication,
-    begin_attempt,
-    claims,
-    encode_proven,
-    folder_removed,
-    step_exists,
-)
-from asyncckpt.commit.chain import KnownChain, base_lost
-from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
+from asyncckpt.commit.attempt import Claim, Draft, claims, encode_proven, step_exists
+from asyncckpt.commit.discover import KnownHeads, being_removed, find_leftovers, read_manifest
 from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, forget_after, settle
-from asyncckpt.commit.removal import being_removed, mark_upload, sweep, unmark_upload
-from asyncckpt.commit.retention import retain
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
+from asyncckpt.commit.root import Publication, WriteRoot, folder_removed
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError
-from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
-from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
+from asyncckpt.format.head import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
+from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, upload_mark_name
 from asyncckpt.format.write_manifest import written_digest
 from asyncckpt.model.event import Recorder
 from asyncckpt.options import KeepPolicy
-from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import OwnerLock
-from asyncckpt.storage.store_folder import StoreFolder
 from asyncckpt.version import __version__
+
+if TYPE_CHECKING:
+    from asyncckpt.commit.chain import KnownChain
 
 WRITER = f"asyncckpt {__version__}"
 
@@ -107,11 +96,15 @@ class Commits:
 
     @cached_property
     def chain(self) -> KnownChain:
+        from asyncckpt.commit.chain import KnownChain  # Deltas load it.
+
         return KnownChain(self.root, self.heads)
 
     def retain(self, policy: KeepPolicy, *, protected: Callable[[], Collection[int]]) -> None:
         """Let all go that is not kept. Never raises: the new checkpoint is committed. Says once what is in its way."""
         try:
+            from asyncckpt.commit.retention import retain  # A Saver that keeps all does not load it.
+
             damaged = retain(self.root, self.heads, policy, protected=protected).damaged
             found = [f"step {step}, which is damaged and counts for no rule: {why}" for step, why in damaged.items()]
         except Exception as error:
@@ -120,14 +113,17 @@ class Commits:
 
     def sweep(self) -> None:
         """Remove leftovers. What cannot be swept is in nobody's way."""
-        if isinstance(self.root, StoreRoot):
-            return  # Nobody knows there whose attempt is still under way.
         found: list[str] = []
         try:
-            sweep(self.root, self.heads, keep_attempts=claims)
-        except CheckpointError as error:
+            left = find_leftovers(self.root, self.heads, claims.held)
+            if left.folders or left.temporaries or left.uploads or left.pins:
+                from asyncckpt.commit.removal import remove_leftovers  # Usually there are none.
+
+                remove_leftovers(self.root, self.heads, left, keep_attempts=claims.held)
+        except (CheckpointError, ImportError, OSError) as error:  # No file can be opened, also none of the package.
             found.append(str(error))
-        self._say("leftovers", found)
+        if found or self.said:
+            self._say("leftovers", found)
 
     def _say(self, what: str, why: list[str]) -> None:
         """Warn of what stays, but not of what was so the last time."""
@@ -153,17 +149,11 @@ class Published:
     manifest_bytes: int
 
 
-def _done(claim: Claim) -> str:
-    return f"step {claim.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
-
-
 class Transaction:
     """One attempt at a claimed step; see above. Close it, in any case; the claim stays the caller's."""
 
-    def __init__(
-        self, commits: Commits, claim: Claim, place: Directory | StoreFolder, publication: Publication
-    ) -> None:
-        self.place = place
+    def __init__(self, commits: Commits, claim: Claim, publication: Publication, *, what: str) -> None:
+        self.place = publication.folder
         self.attempt = claim.attempt
         self._publication = publication
         self._claim = claim
@@ -171,7 +161,7 @@ class Transaction:
         self._root = commits.root
         self._state: Literal["begun", "committing", "committed", "abandoned", "in doubt"] = "begun"
         self._pid = os.getpid()
-        self._what = _done(claim)
+        self._what = what
 
     @staticmethod
     def begin(
@@ -179,17 +169,18 @@ class Transaction:
     ) -> Transaction:
         """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`. ConflictError."""
         begun = time.perf_counter()
-        commits.root.check_in_place(_done(claim))
+        what = f"step {claim.attempt.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
+        commits.root.check_in_place(what)
         if commits.in_doubt:
             if claim.kind == "save":
-                forget_after(commits.in_doubt, claim.step)  # Somebody has gone back behind them.
+                forget_after(commits.in_doubt, claim.step)  # Somebody has gone back to before them.
             settle(commits.in_doubt)
-        if claim.kind == "save":
+        if claim.kind == "save" and commits.root.sweeps:
             commits.sweep()
-        made = begin_attempt(commits.root, claim, goes_on=goes_on, durable=commits.durable)
+        publication = commits.root.begin(claim, goes_on=goes_on, durable=commits.durable)
         if recorder is not None:
             recorder.note("begin", begun)
-        return Transaction(commits, claim, *made)
+        return Transaction(commits, claim, publication, what=what)
 
     def head(self, **facts: Any) -> ManifestHead:
         """Return the head of the manifest: these facts, and what is the same for all."""
@@ -219,16 +210,12 @@ class Transaction:
             raw = await self._on_thread(self._prepare, draft, recorder)
             await self._publication.write(raw, self._commits.threads)
             await self._on_thread(self._publish, head, recorder)
-        except BaseException as error:
-            if isinstance(error, InDoubt):
-                self._state = "in doubt"
-                if isinstance(self._root, StoreRoot):
-                    self._root.note(head.file_name)  # Its number is taken, until a look says that it is not.
-                    error.settle = partial(self._settle, error, head, raw)
-                self._commits.in_doubt.append(error)
-            else:
-                with contextlib.suppress(CheckpointError):  # No thread can be started.
-                    await self._on_thread(self._abandon)
+        except InDoubt as error:
+            self._note_doubt(error, head, raw)
+            raise
+        except BaseException:
+            with contextlib.suppress(CheckpointError):  # No thread can be started.
+                await self._on_thread(self._abandon)
             raise
         finally:
             self.place.close()
@@ -238,9 +225,14 @@ class Transaction:
         parent = ParentFacts(step=head.step, attempt=head.attempt, digest=sealed.digest)
         return Published(parent=parent, manifest_bytes=len(raw))
 
+    def _note_doubt(self, error: InDoubt, head: ManifestHead, raw: bytearray) -> None:
+        self._state = "in doubt"
+        if self._publication.can_send_again(head.file_name):
+            error.settle = partial(self._settle, error, head, raw)
+        self._commits.in_doubt.append(error)
+
     def _committed(self, head: ManifestHead, raw: bytearray) -> SealedHead:
         self._state = "committed"
-        self._root.note(head.file_name)  # Also where the answer to our own request was lost.
         sealed = SealedHead(head=head, digest=written_digest(raw))
         self._commits.heads.add(sealed)
         if self._commits.uploader is not None:
@@ -287,7 +279,7 @@ class Transaction:
         self._root.check_in_place(self._what)
         self._check_others(head)
         if self._commits.uploader is not None:
-            mark_upload(self._root, self.attempt)
+            self._root.manifests.make_empty(upload_mark_name(self.attempt))
         self._give_name(head.file_name)
         self._make_durable(head)
         if recorder is not None:
@@ -299,7 +291,7 @@ class Transaction:
         self._publication.discard()
         with contextlib.suppress(CheckpointError, OSError):
             if self._commits.uploader is not None:
-                unmark_upload(self._root, self.attempt)
+                self._root.manifests.remove_file(upload_mark_name(self.attempt))
         with contextlib.suppress(CheckpointError, OSError):
             self._root.data.remove_folder(self.attempt.directory)
 
@@ -307,8 +299,8 @@ class Transaction:
 
     def _check_others(self, head: ManifestHead) -> None:
         """Check that the other checkpoints of the directory let this one be published."""
-        if self._commits.lock is not None and isinstance(self._root, CheckpointRoot):
-            self._commits.lock.check_held(self._root.root)
+        if self._commits.lock is not None:
+            self._commits.lock.check_held()
         self._check_stays(head)
         # A step whose own manifest is gone, because a compacted one stands for it, exists all the same.
         if self._root.manifests.exists(compacted_manifest_name(head.step)):
@@ -330,12 +322,14 @@ class Transaction:
         going = being_removed(self._root)
         if self.attempt.directory in going:
             raise folder_removed(self.place, self._what)
-        check_files(self._root, head, self._publication.check_folder(self._what))
+        self._publication.check_files(head, self._what)
         if not head.parents:
             return
         try:
             self._commits.chain.check(head, going=going)
         except CorruptError as error:
+            from asyncckpt.commit.chain import base_lost
+
             raise base_lost(head.parents[0].step, str(error)) from error
 
     # -- the commit ----------------------------------------------------------------------------------------------------
@@ -392,6 +386,7 @@ class Transaction:
             self._publication.sync(head.file_name)
 
         if find_manifest(self._root, self.attempt, head.file_name) is not None or doubt.send_anew(send):
+            self._root.note(head.file_name)
             self._check_after(head)
             self._committed(head, raw)
 

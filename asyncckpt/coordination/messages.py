@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
 from asyncckpt.format.limits import RANKS_MAX, STEP_MAX
-from asyncckpt.format.names import Attempt, attempt_of_directory
+from asyncckpt.format.names import Attempt, parse
 from asyncckpt.format.strict_json import Fields, Json, dumps, loads, shown
 
 PROTOCOL_VERSION = 1
@@ -190,10 +190,10 @@ def _one_of(found: Fields, key: str, known: tuple[str, ...]) -> str:
 
 
 def _attempt(found: Fields) -> Attempt:
-    attempt = attempt_of_directory(found.text("attempt"))
-    if attempt is None:
+    name = parse(found.text("attempt"))
+    if name is None or name.kind != "attempt":
         raise CorruptError(f"{found.owner}: the attempt has no valid name", found=shown(found.text("attempt")))
-    return attempt
+    return Attempt(name.step, name.attempt)
 
 
 def _facts(found: Fields) -> dict[str, Json]:

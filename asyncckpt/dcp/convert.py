@@ -41,7 +41,7 @@ from asyncckpt.engine.process.background import senders
 from asyncckpt.engine.save.box_files import BoxPlan, stream_boxes
 from asyncckpt.errors import CheckpointError, CorruptError, UnsupportedError, UsageError, warn
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.format.weights_only import why_refused

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from asyncckpt.engine.save.box_files import BoxPlan, plan_boxes
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import TENSOR, VALUE, Node, check_name, leaves
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part

@@ -29,8 +29,8 @@ from asyncckpt.dcp.planned_data import give_value
 from asyncckpt.dcp.stored import Stored, ValueApart, stored_of
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
+from asyncckpt.format.names import check_step
 from asyncckpt.format.tree import VALUE, leaf_of, leaves, rebuild
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.enough_memory import enough_memory

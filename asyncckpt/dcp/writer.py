@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from asyncckpt.commit.attempt import Draft, body_structure
 from asyncckpt.commit.discover import check_listed
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
 from asyncckpt.dcp.attempt import AttemptRef, CoordinatedAttempt, receive_ref, save_lock_held, take_newest_ref
 from asyncckpt.dcp.planned_data import encode_values, facts_of, tensors_of, values_apart
 from asyncckpt.dcp.rank_part import LocalKeys, SentPart, part_plans
@@ -44,7 +44,7 @@ from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.native import Progress
@@ -53,7 +53,6 @@ from asyncckpt.shard.files import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.folder import check_place
-from asyncckpt.storage.object_store import ObjectStore
 from asyncckpt.storage.store_folder import StoreFolder
 
 PART_INDEX = MetadataIndex("asyncckpt.part")
@@ -287,6 +286,9 @@ def _folder_of(saving: _Saving, ref: AttemptRef) -> Iterator[Directory | StoreFo
 
 def _joined(path: Place) -> WriteRoot:
     if isinstance(path, StoreUrl):
+        from asyncckpt.commit.store_root import StoreRoot  # Who has a disk loads nothing of stores.
+        from asyncckpt.storage.object_store import ObjectStore
+
         return StoreRoot(ObjectStore(path))  # The coordinator has looked at it.
     return CheckpointRoot.for_joining(path, exact_modes=False)
 

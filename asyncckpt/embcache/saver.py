@@ -35,8 +35,7 @@ from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.open_directory import announce_open, leave_out_opening
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, closing_beside
-from asyncckpt.format.limits import check_step
-from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR
+from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR, check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import (

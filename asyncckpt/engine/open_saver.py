@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from asyncckpt.commit.attempt import claims
+from asyncckpt.commit.discover import Listing
 from asyncckpt.engine.process.held_directory import Opened, commits_of, open_alone
 from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.stage import device_of
-from asyncckpt.format.names import attempt_of_upload_mark
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
@@ -250,7 +250,7 @@ def _go_on_uploading(uploads: Uploads | None, opened: Opened) -> None:
     """Upload what earlier Savers of the directory have left; or say, with its lock, how much that is."""
     if uploads is not None:
         uploads.go_on(opened.root)
-    elif opened.lock is not None and any(map(attempt_of_upload_mark, opened.root.manifests.names())):
+    elif opened.lock is not None and Listing.of(opened.root).uploads:
         from asyncckpt.engine.upload.uploads import warn_of_left
 
         warn_of_left(opened.root)

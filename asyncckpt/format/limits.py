@@ -8,9 +8,7 @@ writers must refuse it first: a checkpoint that is acknowledged can be read. Bot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from asyncckpt.arguments import as_int
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.dtypes import StoredDtype, array_bytes, known_dtype
 from asyncckpt.model.block import BlockSpec, TableFacts
@@ -46,17 +44,6 @@ VALUE_DEPTH_MAX = (JSON_DEPTH_MAX - 16) // 3
 TREE_DEPTH_MAX = 256
 INTEGER_DIGITS_MAX = 4000  # Of a number that is written in decimal digits: Python limits these too.
 KEY_BITS_MAX = 13_000  # Of an int that is a key: about as many digits.
-
-
-def check_step(step: Any, *, name: str = "step", or_none: bool = True) -> Any:
-    """Return the number of a step as an int, also of a NumPy integer; UsageError for anything else.
-
-    or_none: None is allowed, for the newest or the next one.
-    """
-    step = as_int(step)
-    if (step is not None or not or_none) and (type(step) is not int or not 0 <= step <= STEP_MAX):
-        raise UsageError(f"{name} is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
-    return step
 
 
 def check_array(name: str, shape: Sequence[int], stored: StoredDtype) -> None:

@@ -13,65 +13,28 @@ A header is plain safetensors, padded with spaces so that data starts on a page:
     8 bytes little-endian length, JSON object, spaces up to a multiple of 4096, then the arrays without gaps
 
 It names the attempt and the step it belongs to, so that files of two saves can never be taken for one. Its text is
-rendered once per plan; `stamp` writes attempt and step of a save into their fixed places.
+rendered once per plan; attempt and step of a save are written into their fixed places (write_manifest.py).
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import xxhash
 
-from asyncckpt.errors import CorruptError, UnsupportedError
+from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
-from asyncckpt.format.body_members import BODY_FEATURES, MAPPING_KINDS
 from asyncckpt.format.dtypes import STORED_ITEMSIZE
-from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
+from asyncckpt.format.head import SealedHead
 from asyncckpt.format.strict_json import Fields, Json, loads, looks_like
 from asyncckpt.format.tree import Node
-from asyncckpt.format.values import holds_typed_mappings
-from asyncckpt.model.block import DIGEST_BYTES, LEAF_BYTES, BlockSpec, PlacedBlock, TableFacts
+from asyncckpt.model.block import DIGEST_BYTES, LEAF_BYTES, PlacedBlock, TableFacts
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 
-FORMAT = "asyncckpt"
-VERSION = 1
-DIGEST_ALGORITHM = "xxh3-128/4MiB"
-CREATED_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # Of `created`, the time of the commit in UTC.
-
-# What a reader must know beyond the plain format, as `requires` names it.
-DELTA = "delta"
-COMPACTED = "compacted"
-RANKS = "ranks"
-FEATURES = frozenset({DELTA, COMPACTED, RANKS, *BODY_FEATURES})
-
-DIGEST_MARK = b',"digest":"'
-END_BYTES = len(DIGEST_MARK) + 35  # With 32 digits and what closes the object.
-
 HEADER_ALIGNMENT = 4096
-_ATTEMPT_HOLE = "0" * 32
-_STEP_HOLE = "0" * 12
-
-
-def features_of_values(values: Iterable[Json]) -> frozenset[str]:
-    """Return what plain values ask of a reader."""
-    return frozenset({MAPPING_KINDS} if any(map(holds_typed_mappings, values)) else ())
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """One shard file as the manifest lists it."""
-
-    path: str
-    rank: int
-    header_bytes: int
-    header_digest: bytes
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -98,90 +61,6 @@ class BlockFacts:
             return self.digest
         first, last = begin // LEAF_BYTES, -(-end // LEAF_BYTES)
         return xxhash.xxh3_128_digest(self.leaf_digests[first * DIGEST_BYTES : last * DIGEST_BYTES])
-
-
-@dataclass(frozen=True)
-class ParentFacts:
-    """A checkpoint that a delta builds upon: its step, its attempt, and the own digest of its manifest, in hexadecimal.
-
-    Both pin it: another checkpoint of that step is not the parent.
-    """
-
-    step: int
-    attempt: str
-    digest: str
-
-
-@dataclass(frozen=True)
-class SaveTimes:
-    """How long a save has taken, up to where the manifest was written, in microseconds; of several ranks, rank 0.
-
-    called_us   when it was called, UNIX time
-    stall_us    how long training waited in the call; None: until the save had ended, it was a blocking one
-    begun_us    so long after the call the background has begun with it: what was before it had ended
-    written_us  so long after the call all shard files were written. The commit comes behind
-    """
-
-    called_us: int
-    stall_us: int | None
-    begun_us: int
-    written_us: int
-
-
-@dataclass(frozen=True)
-class ManifestHead:
-    """What differs from save to save.
-
-    kind      "full" or "delta"
-    parents   of a delta: its complete chain, newest first, down to a full checkpoint; else empty
-    files     of all ranks, in their order
-    values    the plain values of rank 0
-    replaces  of a compacted checkpoint: the digest of the manifest that it stands for
-    times     None where it is not known: of what was not saved by a Saver, or by an earlier version
-    """
-
-    step: int
-    kind: str
-    parents: tuple[ParentFacts, ...]
-    attempt: str
-    created: str
-    writer: str
-    ranks_count: int
-    files: tuple[FileFacts, ...]
-    values: tuple[Json, ...]
-    metadata: Json
-    replaces: str | None = None
-    times: SaveTimes | None = None
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What the head asks of a reader."""
-        uses = {DELTA: self.kind == "delta", COMPACTED: self.replaces is not None, RANKS: self.ranks_count > 1}
-        metadata = self.metadata.values() if type(self.metadata) is dict else ()
-        return features_of_values((*self.values, *metadata)).union(name for name, used in uses.items() if used)
-
-    @property
-    def files_of_ranks(self) -> list[list[FileFacts]]:
-        """The files of rank 0, those of rank 1, ..."""
-        return [list(files) for _, files in itertools.groupby(self.files, key=lambda file: file.rank)]
-
-    @cached_property
-    def file_name(self) -> str:
-        """The name of the manifest in manifests/."""
-        return manifest_name(self.step) if self.replaces is None else compacted_manifest_name(self.step)
-
-    @cached_property
-    def folder_name(self) -> str:
-        """The name in data/ of the folder with all files."""
-        return Attempt(step=self.step, id=self.attempt).directory
-
-
-@dataclass(frozen=True)
-class SealedHead:
-    """The head of a manifest that is written, and the own digest of the manifest, in hexadecimal."""
-
-    head: ManifestHead
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -269,22 +148,6 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class HeaderTemplate:
-    """A rendered header with holes for attempt and step."""
-
-    text: bytes
-    attempt_at: int
-    step_at: int
-
-    def stamp(self, attempt: Attempt) -> bytes:
-        """Return the header's bytes for one attempt."""
-        raw = bytearray(self.text)
-        raw[self.attempt_at : self.attempt_at + 32] = attempt.id.encode("ascii")
-        raw[self.step_at : self.step_at + 12] = f"{attempt.step:012d}".encode("ascii")
-        return bytes(raw)
-
-
-@dataclass(frozen=True)
 class HeaderEntry:
     """One array of a shard file; offset counts from the start of the file."""
 
@@ -300,33 +163,6 @@ class Header:
 
     attempt: str | None
     entries: dict[str, HeaderEntry]
-
-
-def render_header(blocks: Sequence[tuple[str, BlockSpec]], *, rank: int) -> HeaderTemplate:
-    """Render the header of a file whose arrays are (key, spec) in file order."""
-    metadata = f'"asyncckpt.attempt":"{_ATTEMPT_HOLE}","asyncckpt.step":"{_STEP_HOLE}","asyncckpt.rank":"{rank}"'
-    parts = [f'"__metadata__":{{"format":"pt",{metadata}}}']
-    end = 0
-    for key, spec in blocks:
-        limits.check_block(spec)
-        begin, end = end, end + spec.bytes
-        shape = ",".join(map(str, spec.stored_shape))
-        name = json.dumps(key, ensure_ascii=False)
-        parts.append(f'{name}:{{"dtype":"{spec.stored_dtype}","shape":[{shape}],"data_offsets":[{begin},{end}]}}')
-    body = ("{" + ",".join(parts) + "}").encode("utf-8")
-    total = -(-(len(body) + 8) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
-    names = [key for key, _ in blocks]
-    if total > limits.HEADER_BYTES_MAX or len(blocks) >= limits.HEADER_ARRAYS_MAX:
-        raise UnsupportedError(
-            f"the names and shapes of tensors are too long for one shard file, that of {max(names, key=len)[:80]!r}",
-            found=f"{total} bytes for {len(blocks)} tensors",
-            expected=f"at most {limits.HEADER_BYTES_MAX} bytes",
-            hint="save fewer tensors, or shorten their names",
-        )
-    text = struct.pack("<Q", total - 8) + body.ljust(total - 8)
-    attempt_at = text.index(_ATTEMPT_HOLE.encode(), 8)
-    step_at = text.index(_STEP_HOLE.encode(), attempt_at + 32)
-    return HeaderTemplate(text=text, attempt_at=attempt_at, step_at=step_at)
 
 
 def header_length(prefix: bytes, *, file_bytes: int, owner: str) -> int:

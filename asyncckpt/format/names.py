@@ -20,7 +20,9 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from asyncckpt.arguments import as_int
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format import limits
 
@@ -28,15 +30,39 @@ LOCK_NAME = "LOCK"
 MANIFESTS_DIR = "manifests"
 DATA_DIR = "data"
 
-_MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
-_PIN = re.compile(r"([0-9]{12})\.pin")
-_TEMPORARY = re.compile(r"\.m-([0-9a-f]{32})")
-_ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
-_MARK = re.compile(rf"\.([rd])-([0-9a-f]{{32}})-({_ATTEMPT_DIR.pattern})")
-_UPLOAD_MARK = re.compile(rf"\.u-({_ATTEMPT_DIR.pattern})")
+_ATTEMPT = "[0-9]{12}-[0-9a-f]{32}"
+_NAME = re.compile(
+    r"(?P<step>[0-9]{12})(?P<suffix>\.json|\.full\.json|\.pin)"
+    r"|\.m-(?P<temporary>[0-9a-f]{32})"
+    rf"|(?P<mark>\.u-|\.[rd]-(?P<removal>[0-9a-f]{{32}})-)?(?P<folder>{_ATTEMPT})"
+)
+Kind = Literal["manifest", "compacted", "pin", "temporary", "upload", "announced", "decided", "attempt"]
+_KINDS: dict[str, Kind] = {
+    ".json": "manifest",
+    ".full.json": "compacted",
+    ".pin": "pin",
+    ".u-": "upload",
+    ".r-": "announced",
+    ".d-": "decided",
+    "": "attempt",
+}
 # Three digits, or as many as it takes.
 _SHARD = re.compile(r"r([0-9]{5})-([0-9]{3}|[1-9][0-9]{3,5})\.safetensors")
-_SHARD_PATH = re.compile(rf"{DATA_DIR}/(?P<folder>{_ATTEMPT_DIR.pattern})/(?P<name>{_SHARD.pattern})")
+_SHARD_PATH = re.compile(rf"{DATA_DIR}/(?P<folder>{_ATTEMPT})/(?P<name>{_SHARD.pattern})")
+
+
+def check_step(step: Any, *, name: str = "step", or_none: bool = True) -> Any:
+    """Return the number of a step as an int, also of a NumPy integer; UsageError for anything else.
+
+    or_none: None is allowed, for the newest or the next one.
+    """
+    if step is None and or_none:
+        return None
+    if type(step) is not int:
+        step = as_int(step)
+    if type(step) is not int or not 0 <= step <= limits.STEP_MAX:
+        raise UsageError(f"{name} is wrong", found=step, expected=f"an int in [0, {limits.STEP_MAX}]")
+    return step
 
 
 @dataclass(frozen=True)
@@ -49,12 +75,45 @@ class Attempt:
     @staticmethod
     def new(step: int) -> Attempt:
         """A new attempt; UsageError for a step that has no name."""
-        limits.check_step(step, or_none=False)
+        check_step(step, or_none=False)
         return Attempt(step=step, id=uuid.uuid4().hex)
 
     @property
     def directory(self) -> str:
         return f"{self.step:012d}-{self.id}"
+
+
+@dataclass(frozen=True)
+class Name:
+    """What the name of a file in manifests/, or of a folder in data/, says.
+
+    step     -1 of a temporary manifest, whose name does not say it
+    attempt  the id of the attempt; empty of manifests and pins
+    removal  of a mark, the id of the removal that has made it
+    """
+
+    kind: Kind
+    step: int
+    attempt: str = ""
+    removal: str = ""
+
+    @property
+    def folder(self) -> str:
+        """The name of the attempt's folder."""
+        return f"{self.step:012d}-{self.attempt}"
+
+
+def parse(name: str) -> Name | None:
+    """Return what a name says; None for a foreign file."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    step, suffix, temporary, mark, removal, folder = match.groups(default="")
+    if suffix:
+        return Name(_KINDS[suffix], int(step))
+    if temporary:
+        return Name("temporary", -1, temporary)
+    return Name(_KINDS[mark[:3]], int(folder[:12]), folder[13:], removal)
 
 
 def manifest_name(step: int) -> str:
@@ -81,47 +140,12 @@ def shard_name(*, rank: int, index: int) -> str:
     return f"r{rank:05d}-{index:03d}.safetensors"
 
 
-def rank_of_shard(name: str) -> int | None:
-    """Return the rank that wrote a shard file; None for a foreign file."""
-    match = _SHARD.fullmatch(name)
-    return int(match.group(1)) if match else None
-
-
-def step_of_manifest(name: str) -> int | None:
-    """Return the step of a manifest's file name, compacted or not; None for a foreign file."""
-    match = _MANIFEST.fullmatch(name)
-    return int(match.group(1)) if match else None
-
-
 def pin_name(step: int) -> str:
     return f"{step:012d}.pin"
 
 
-def step_of_pin(name: str) -> int | None:
-    """Return the step that a file of this name pins; None for another file."""
-    match = _PIN.fullmatch(name)
-    return int(match.group(1)) if match else None
-
-
-def is_compacted_manifest(name: str) -> bool:
-    match = _MANIFEST.fullmatch(name)
-    return match is not None and match.group(2) is not None
-
-
-def attempt_id_of_temporary(name: str) -> str | None:
-    """Return the id of the attempt of a manifest that is not yet published; None for another file."""
-    match = _TEMPORARY.fullmatch(name)
-    return match.group(1) if match else None
-
-
 def upload_mark_name(attempt: Attempt) -> str:
     return f".u-{attempt.directory}"
-
-
-def attempt_of_upload_mark(name: str) -> Attempt | None:
-    """Return the attempt that a file of this name wants to be uploaded; None for another file."""
-    match = _UPLOAD_MARK.fullmatch(name)
-    return attempt_of_directory(match.group(1)) if match else None
 
 
 @dataclass(frozen=True)
@@ -135,18 +159,6 @@ class Mark:
     @property
     def name(self) -> str:
         return f".{'d' if self.is_decided else 'r'}-{self.id}-{self.folder}"
-
-    @staticmethod
-    def of(name: str) -> Mark | None:
-        """Return the mark of this file name; None for another file."""
-        match = _MARK.fullmatch(name)
-        return Mark(match.group(2), match.group(3), is_decided=match.group(1) == "d") if match else None
-
-
-def attempt_of_directory(name: str) -> Attempt | None:
-    """Return the attempt of a folder under data/; None for a foreign one."""
-    match = _ATTEMPT_DIR.fullmatch(name)
-    return Attempt(step=int(match.group(1)), id=match.group(2)) if match else None
 
 
 def shard_path(attempt: Attempt, name: str) -> str:

@@ -2,7 +2,7 @@
 whole.
 
 Nothing here trusts the bytes; whatever is wrong is a CorruptError (or IncompatibleError for a newer version) naming the
-field. The head of a manifest is decoded in read_head.py.
+field. The head of a manifest is decoded in head.py.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from asyncckpt.format.body_members import (
 )
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import STORED_ITEMSIZE, StoredDtype, array_bytes, known_dtype
-from asyncckpt.format.manifest import (
-    HEADER_ALIGNMENT,
-    BlockFacts,
+from asyncckpt.format.head import (
     FileFacts,
-    Manifest,
     ManifestHead,
-    RankPart,
-    Summary,
+    check_features,
     features_of_values,
+    open_manifest,
+    rank_fields,
 )
-from asyncckpt.format.read_head import check_features, open_manifest, rank_fields
+from asyncckpt.format.manifest import HEADER_ALIGNMENT, BlockFacts, Manifest, RankPart, Summary
 from asyncckpt.format.strict_json import Fields
 from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves, object_paths, tensor_paths
 from asyncckpt.model.block import (

@@ -1,4 +1,4 @@
-"""Render a manifest: see `manifest.py` for what is in it, and `read_manifest.py` for the way back.
+"""Render a manifest, and headers: see `manifest.py` for what is in them, and `read_manifest.py` for the way back.
 
 Encoding 10,000 blocks for every save would hold the GIL for tens of milliseconds, so the part that stays the same from
 save to save (tables, tree, blocks) is rendered once per plan, with holes for the digests.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from asyncckpt.errors import UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.body_members import (
     encode_modules,
@@ -24,7 +26,7 @@ from asyncckpt.format.body_members import (
     features_of_sharing,
     features_of_tree,
 )
-from asyncckpt.format.manifest import (
+from asyncckpt.format.head import (
     DIGEST_ALGORITHM,
     DIGEST_MARK,
     END_BYTES,
@@ -35,15 +37,19 @@ from asyncckpt.format.manifest import (
     SaveTimes,
     features_of_values,
 )
+from asyncckpt.format.manifest import HEADER_ALIGNMENT
+from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.tree import Node, encode_tree
-from asyncckpt.model.block import PlacedBlock, TableFacts, leaves_count
+from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts, leaves_count
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 from asyncckpt.native import row_begins
 
 _HOLE = b"-" * 32
 # Quotes within strings have a backslash before them, so in a body this is found in blocks alone.
 _LEAF_DIGESTS = re.compile(rb'("bytes":[0-9]+),"leaf_digests":"[0-9a-f]+"(?=,"digest":"[0-9a-f]{32}"})')
+_ATTEMPT_HOLE = "0" * 32
+_STEP_HOLE = "0" * 12
 # The two hexadecimal digits of every byte value, uint8 [256, 2].
 _HEX = np.frombuffer("".join(f"{value:02x}" for value in range(256)).encode(), dtype=np.uint8).reshape(256, 2)
 
@@ -129,7 +135,9 @@ def encode_part(
     text = bytearray().join((begin, body.text, b"}"))
     _fill_holes(text, body, digests, first_byte=len(begin))
     features = body.features | features_of_values(values)
-    return PartText(text=_within_limit(text, first_byte=len(begin)), features=features)
+    if len(text) > limits.MANIFEST_BYTES_MAX:
+        text = _without_leaf_digests(text, first_byte=len(begin))
+    return PartText(text=text, features=features)
 
 
 def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8], *, first_byte: int) -> None:
@@ -137,14 +145,13 @@ def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8],
     array[(body.holes + first_byte)[:, None] + np.arange(32)] = _HEX[digests].reshape(len(body.holes), 32)
 
 
-def _within_limit(text: bytearray, *, first_byte: int) -> bytearray:
-    """Return the text of a manifest, or of a part, that readers take: without the digests of leaves where it would be
-    too long with them, at some 100 TB. UsageError when it is too long without them.
+def _without_leaf_digests(text: bytearray, *, first_byte: int) -> bytearray:
+    """Return the text of a manifest, or of a part, without the digests of leaves: with them it is too long for readers,
+    at some 100 TB. UsageError when it is too long without them.
 
     first_byte: of the body; metadata, which come before, may look like a block.
     """
-    if len(text) > limits.MANIFEST_BYTES_MAX:
-        text[first_byte:] = _LEAF_DIGESTS.sub(rb"\1", text[first_byte:])
+    text[first_byte:] = _LEAF_DIGESTS.sub(rb"\1", text[first_byte:])
     limits.check_manifest_bytes(len(text))
     return text
 
@@ -157,8 +164,9 @@ def encode_manifest(
     others: the parts of ranks 1, 2, ... of a checkpoint of several, with their files. All in one buffer: for thousands
     of blocks it is megabytes, and fresh memory is slow.
     """
-    limits.check_values_count(len(head.values))
-    limits.check_chain_length(len(head.parents))
+    if len(head.values) > limits.VALUES_MAX or len(head.parents) > limits.CHAIN_STEPS_MAX:
+        limits.check_values_count(len(head.values))
+        limits.check_chain_length(len(head.parents))
     opening: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -189,7 +197,8 @@ def encode_manifest(
     texts = (begin, body.text, *listed, b"]" if listed else b"", DIGEST_MARK, bytes(32), b'"}\n')
     raw = bytearray().join(texts)
     _fill_holes(raw, body, digests, first_byte=len(begin))
-    raw = _within_limit(raw, first_byte=len(begin))
+    if len(raw) > limits.MANIFEST_BYTES_MAX:
+        raw = _without_leaf_digests(raw, first_byte=len(begin))
     raw[-35:-3] = xxhash.xxh3_128_hexdigest(memoryview(raw)[:-END_BYTES]).encode("ascii")
     return raw
 
@@ -252,3 +261,46 @@ def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
         parts.append(f',"leaf_digests":"{_HOLE.decode() * leaves}"')
     parts.append(f',"digest":"{_HOLE.decode()}"}}')
     return "".join(parts).encode("utf-8")
+
+
+@dataclass(frozen=True)
+class HeaderTemplate:
+    """A rendered header with holes for attempt and step."""
+
+    text: bytes
+    attempt_at: int
+    step_at: int
+
+    def stamp(self, attempt: Attempt) -> bytes:
+        """Return the header's bytes for one attempt."""
+        raw = bytearray(self.text)
+        raw[self.attempt_at : self.attempt_at + 32] = attempt.id.encode("ascii")
+        raw[self.step_at : self.step_at + 12] = f"{attempt.step:012d}".encode("ascii")
+        return bytes(raw)
+
+
+def render_header(blocks: Sequence[tuple[str, BlockSpec]], *, rank: int) -> HeaderTemplate:
+    """Render the header of a file whose arrays are (key, spec) in file order."""
+    metadata = f'"asyncckpt.attempt":"{_ATTEMPT_HOLE}","asyncckpt.step":"{_STEP_HOLE}","asyncckpt.rank":"{rank}"'
+    parts = [f'"__metadata__":{{"format":"pt",{metadata}}}']
+    end = 0
+    for key, spec in blocks:
+        limits.check_block(spec)
+        begin, end = end, end + spec.bytes
+        shape = ",".join(map(str, spec.stored_shape))
+        name = json.dumps(key, ensure_ascii=False)
+        parts.append(f'{name}:{{"dtype":"{spec.stored_dtype}","shape":[{shape}],"data_offsets":[{begin},{end}]}}')
+    body = ("{" + ",".join(parts) + "}").encode("utf-8")
+    total = -(-(len(body) + 8) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+    names = [key for key, _ in blocks]
+    if total > limits.HEADER_BYTES_MAX or len(blocks) >= limits.HEADER_ARRAYS_MAX:
+        raise UnsupportedError(
+            f"the names and shapes of tensors are too long for one shard file, that of {max(names, key=len)[:80]!r}",
+            found=f"{total} bytes for {len(blocks)} tensors",
+            expected=f"at most {limits.HEADER_BYTES_MAX} bytes",
+            hint="save fewer tensors, or shorten their names",
+        )
+    text = struct.pack("<Q", total - 8) + body.ljust(total - 8)
+    attempt_at = text.index(_ATTEMPT_HOLE.encode(), 8)
+    step_at = text.index(_STEP_HOLE.encode(), attempt_at + 32)
+    return HeaderTemplate(text=text, attempt_at=attempt_at, step_at=step_at)

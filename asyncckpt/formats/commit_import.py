@@ -28,7 +28,7 @@ from asyncckpt.engine.process.held_directory import commits_of, open_alone
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.manifest import RankPart
-from asyncckpt.format.names import Attempt, attempt_of_directory
+from asyncckpt.format.names import Attempt, parse
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part, render_body
 from asyncckpt.formats.conversion import Conversion, Facts
 from asyncckpt.model.enough_memory import enough_memory
@@ -185,12 +185,12 @@ def _attempt(root: WriteRoot, identity: str, step: int) -> Attempt:
 def _left(root: WriteRoot, identity: str, step: int) -> Iterator[tuple[Attempt, int]]:
     """Yield attempts at a step that were left with this identity, and how many bytes are noted of each."""
     for name in root.data.names():
-        attempt = attempt_of_directory(name)
-        if attempt is not None and attempt.step == step:
+        found = parse(name)
+        if found is not None and found.kind == "attempt" and found.step == step:
             with suppress(CheckpointError), root.data.child(name) as folder:
                 noted = WrittenChunks.noted_bytes(folder, identity) if isinstance(folder, Directory) else None
                 if noted is not None:
-                    yield attempt, noted
+                    yield Attempt(step, found.attempt), noted
 
 
 def _noted_bytes(asked: Conversion, found: Importable) -> int:

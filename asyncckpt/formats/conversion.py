@@ -22,8 +22,8 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.root import open_root
 from asyncckpt.errors import warn
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
+from asyncckpt.format.names import check_step
 from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions

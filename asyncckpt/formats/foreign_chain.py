@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from asyncckpt.format import limits
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, Manifest, ManifestHead, RankPart
+from asyncckpt.format.head import FileFacts, ManifestHead
+from asyncckpt.format.manifest import BlockFacts, Chain, Manifest, RankPart
+from asyncckpt.format.names import check_step
 from asyncckpt.formats.data_files import DataFiles, FileArray
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.table import Role
@@ -27,7 +28,7 @@ WHOLE = (0, 1)
 
 def chain_of(parts: Sequence[RankPart], files: DataFiles, *, step: int, writer: str) -> Chain:
     """Return the checkpoint that these parts are."""
-    limits.check_step(step)
+    check_step(step)
     head = ManifestHead(
         step=step,
         kind="full",

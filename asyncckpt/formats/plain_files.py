@@ -17,8 +17,9 @@ from asyncckpt import system
 from asyncckpt.engine.compact.copy_blocks import write_apart
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import FileFacts, HeaderTemplate
+from asyncckpt.format.head import FileFacts
 from asyncckpt.format.names import Attempt
+from asyncckpt.format.write_manifest import HeaderTemplate
 from asyncckpt.formats.data_files import FileArray, OpenArrays, digest_of
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.source import ByteSource

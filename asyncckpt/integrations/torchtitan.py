@@ -24,7 +24,7 @@ import torch
 
 from asyncckpt.arguments import check_int
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.plan.wrapped_names import unwrapped
 from asyncckpt.trainer_state import DataPosition, RngState

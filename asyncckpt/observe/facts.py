@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncckpt.checkpoints import CheckpointSummary
 from asyncckpt.errors import CheckpointError
-from asyncckpt.format.manifest import CREATED_FORMAT
+from asyncckpt.format.head import CREATED_FORMAT
 from asyncckpt.model.store_url import Place
 
 TABLES_MAX = 40  # Those with the most rows have names on the page; of all others only the sum of rows is there.

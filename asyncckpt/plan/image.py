@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from asyncckpt.format.dtypes import stored_dtype
-from asyncckpt.format.manifest import HeaderTemplate, render_header
 from asyncckpt.format.names import shard_name
 from asyncckpt.format.tree import unique_names
+from asyncckpt.format.write_manifest import HeaderTemplate, render_header
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.table import Role
 from asyncckpt.native import I64, PAGE_BYTES, paged

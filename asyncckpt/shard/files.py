@@ -23,16 +23,18 @@ import xxhash
 
 from asyncckpt import system
 from asyncckpt.errors import CheckpointError, SaveCancelledError
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.format.names import Attempt, shard_path
 from asyncckpt.native import PAGE_BYTES, U8, CancelledDrain, DrainOptions, FileImage, Progress, core, paged
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan, ImagePlan
-from asyncckpt.shard.sent import SentShard, send_file
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
-from asyncckpt.storage.store_folder import StoreFolder
-from asyncckpt.storage.written_chunks import WrittenChunks, reopen_file
+
+if TYPE_CHECKING:
+    from asyncckpt.shard.sent import SentShard
+    from asyncckpt.storage.store_folder import StoreFolder
+    from asyncckpt.storage.written_chunks import WrittenChunks
 
 if TYPE_CHECKING:
     from asyncckpt.model.event import EventName, Recorder
@@ -58,7 +60,7 @@ class ShardTarget:
     @property
     def is_store(self) -> bool:
         """Whether files are objects, which are written from begin to end."""
-        return isinstance(self.folder, StoreFolder)
+        return not isinstance(self.folder, Directory)
 
     def check_not_cancelled(self) -> None:
         uninterrupted.look()
@@ -82,10 +84,14 @@ class ShardTarget:
 
     def open_file(self, name: str, *, bytes: int) -> OpenShard | SentShard:
         """Make a file, or open one that is written in part."""
-        if isinstance(self.folder, StoreFolder):
+        if not isinstance(self.folder, Directory):
+            from asyncckpt.shard.sent import SentShard  # A save to a disk does not load it.
+
             assert self.sender is not None
             return SentShard(self.folder, name, bytes=bytes, sender=self.sender)
         if self.written is not None and self.written.has(self.folder, name):
+            from asyncckpt.storage.written_chunks import reopen_file  # Of an import that goes on.
+
             fd = reopen_file(self.folder, name)
             return OpenShard(name=name, fd=fd, direct=set_direct(fd))
         fd, direct = self.folder.create_file(name, direct=True)
@@ -111,7 +117,7 @@ class ShardTarget:
     def end_file(self, shard: OpenShard | SentShard, *, bytes: int) -> None:
         """Make a file of this length durable."""
         syncing = time.perf_counter()
-        if isinstance(shard, SentShard):
+        if not isinstance(shard, OpenShard):
             shard.end(bytes=bytes)
         else:
             os.ftruncate(shard.fd, bytes)
@@ -218,7 +224,7 @@ def drain_images(
     lengths = np.concatenate([plan.lengths for plan, _ in images])
     spans = np.ascontiguousarray(np.stack([places, lengths], axis=1).astype(np.uint64))
     draining = time.perf_counter()
-    if isinstance(target.folder, StoreFolder):
+    if not isinstance(target.folder, Directory):
         digests = core.digest(spans, leaves=True)
         _send_all(target.folder, files, extents, target)
         target.note("drain", draining)
@@ -258,6 +264,8 @@ def _send_all(
     folder: StoreFolder, files: Sequence[FilePlan], extents: Sequence[Sequence[tuple[int, int]]], target: ShardTarget
 ) -> None:
     """Upload files at once; returns when nothing reads the arena any more, also with the first error."""
+    from asyncckpt.shard.sent import send_file  # A save to a disk does not load it.
+
     assert target.sender is not None
     failed = threading.Event()
 

@@ -25,7 +25,8 @@ import xxhash
 from asyncckpt import system
 from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
 from asyncckpt.format.encodings import decode
-from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, HeaderEntry, Manifest, decode_header, header_length
+from asyncckpt.format.head import FileFacts
+from asyncckpt.format.manifest import BlockFacts, Chain, HeaderEntry, Manifest, decode_header, header_length
 from asyncckpt.format.names import split_shard_path
 from asyncckpt.format.strict_json import looks_like
 from asyncckpt.native import CancelledDrain, Progress, Reads, ShortFile, core

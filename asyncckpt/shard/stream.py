@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.devices.fetch import to_host_all
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.model.source import ByteSource, DeviceRows, RestartingSource, one_behind_the_other
 from asyncckpt.model.table import DeferredCut
 from asyncckpt.native import DIGEST_BYTES, I64, U8, core, row_begins

@@ -121,7 +121,8 @@ class Directory:
             made = _door(f"folder {name!r} in {str(self.path)!r} cannot be made")
             with made, contextlib.suppress(FileExistsError):
                 at.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
-                self._settle_folder(name)
+                if self.exact_modes:
+                    at.chmod(name, FOLDER_MODE, dir_fd=self.fd)
             # Also when it is there: the process that made it may have died before it synced.
             self.sync()
         flags = at.O_RDONLY | at.O_DIRECTORY | at.O_NOFOLLOW | at.O_CLOEXEC
@@ -166,7 +167,8 @@ class Directory:
         """Make a folder that must be new."""
         with _door(f"folder {str(self.path / name)!r} cannot be made"):
             at.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
-            self._settle_folder(name)
+            if self.exact_modes:
+                at.chmod(name, FOLDER_MODE, dir_fd=self.fd)
         return self.child(name)
 
     def create_file(self, name: str, *, direct: bool = False, readable: bool = False) -> tuple[int, bool]:
@@ -176,7 +178,8 @@ class Directory:
         try:
             with _door(f"file {str(self.path / name)!r} cannot be created"):
                 fd = at.open(name, flags, FILE_MODE, dir_fd=self.fd)
-                self.settle_file(fd)
+                if self.exact_modes:
+                    at.fchmod(fd, FILE_MODE)
                 self.made[name] = _identity(at.fstat(fd))
                 # O_DIRECT is asked for afterwards: an open that fails for it would leave an empty file behind.
                 is_direct = direct and set_direct(fd)
@@ -190,15 +193,6 @@ class Directory:
         """Create a file without bytes that must be new. Others may remove it, so nothing of it is remembered."""
         at.close(self.create_file(name)[0])
         self.made.pop(name, None)
-
-    def settle_file(self, fd: int) -> None:
-        """Give a file that was just made its mode, with exact_modes."""
-        if self.exact_modes:
-            at.fchmod(fd, FILE_MODE)
-
-    def _settle_folder(self, name: str) -> None:
-        if self.exact_modes:
-            at.chmod(name, FOLDER_MODE, dir_fd=self.fd)
 
     def open_file(self, name: str, *, writable: bool = False) -> int:
         """Open a regular file for reading; a link, FIFO, socket or device is a CorruptError."""

@@ -67,7 +67,8 @@ _registry = _Registry()
 class OwnerLock:
     """A share in this process's lock on one directory."""
 
-    def __init__(self, key: tuple[int, int], name: str) -> None:
+    def __init__(self, root: Directory, key: tuple[int, int], name: str) -> None:
+        self._root = root
         self._key = key
         self._name = name
         self._released = False
@@ -82,21 +83,21 @@ class OwnerLock:
                 _renew(root, name)
             fd, count = _registry.held.get(key) or (_lock_file(root, name), 0)
             _registry.held[key] = fd, count + 1
-            return OwnerLock(key, name)
+            return OwnerLock(root, key, name)
 
     def check(self) -> None:
         """Raise UsageError in a forked child, whose lock was closed at the fork."""
         if self._pid != os.getpid():
             raise UsageError("this Saver belongs to the parent process", hint="make a new Saver in the child")
 
-    def check_held(self, root: Directory) -> None:
-        """Ensure that the file of this name in `root` is the one that is locked; lock one that was removed anew.
+    def check_held(self) -> None:
+        """Ensure that the file of this name in the directory is the one that is locked; lock one that was removed anew.
 
         Raises ConflictError if another process has locked it by now.
         """
         self.check()
         with _registry:
-            _renew(root, self._name)
+            _renew(self._root, self._name)
 
     def release(self) -> None:
         """Release the share; the last one unlocks. Never raises, and waits for nobody: finalizers call it."""
@@ -123,8 +124,8 @@ def _lock_file(root: Directory, name: str) -> int:
             is_new = not root.exists(name)
             fd = at.open(name, flags, FILE_MODE, dir_fd=root.fd)
             opened.callback(os.close, fd)
-            if is_new:
-                root.settle_file(fd)
+            if is_new and root.exact_modes:
+                at.fchmod(fd, FILE_MODE)
         except OSError as error:
             raise io_failed(f"lock file in {str(root.path)!r} cannot be opened", error) from error
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.errors import IncompatibleError, UsageError
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.trainer_state.data_position import DataPosition
 from asyncckpt.trainer_state.rng import RngState
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.errors import CheckpointError, CorruptError
+from asyncckpt.format.head import decode_head
 from asyncckpt.format.manifest import decode_header, header_length
 from asyncckpt.format.names import manifest_name, split_shard_path
-from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.strict_json import dumps, loads
 from asyncckpt.format.tree import decode_tree, encode_tree

@@ -17,7 +17,7 @@ import torch
 from gate import DEADLINE_S, Gate, await_end_of_threads, failing, wait_for
 
 import asyncckpt
-from asyncckpt.commit import transaction
+from asyncckpt.commit import retention
 from asyncckpt.engine.process import background as background_module
 from asyncckpt.engine.save import run_save as save_job
 
@@ -308,7 +308,7 @@ def test_case_115_116_retention_fails_after_the_commit(
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, keep=1) as saver:
         saver.save(0)
         with monkeypatch.context() as patched:
-            patched.setattr(transaction, "retain", broken)
+            patched.setattr(retention, "retain", broken)
             assert saver.save_async(1).result(DEADLINE_S).step == 1
             saver.wait_idle(DEADLINE_S)
         assert asyncckpt.list_steps(tmp_path) == [0, 1]

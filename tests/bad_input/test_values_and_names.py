@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncckpt
+from asyncckpt.format.head import FileFacts, ManifestHead
 from asyncckpt.format.limits import VALUE_DEPTH_MAX
-from asyncckpt.format.manifest import FileFacts, ManifestHead
 from asyncckpt.format.names import Attempt, manifest_name, shard_path
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import TENSOR

@@ -14,7 +14,7 @@ import asyncckpt
 from asyncckpt.commit.chain import newest_verified
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.format.manifest import ParentFacts
+from asyncckpt.format.head import ParentFacts
 from tests.chains.model import DIM, RandomChain, layer_of, load, new_table, rows_of
 from tests.chains.written import Layer, write
 

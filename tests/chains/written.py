@@ -15,10 +15,10 @@ import torch
 import xxhash
 
 from asyncckpt.format.encodings import encode
-from asyncckpt.format.manifest import FileFacts, ManifestHead, ParentFacts, render_header
+from asyncckpt.format.head import FileFacts, ManifestHead, ParentFacts
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, shard_path
 from asyncckpt.format.values import encode_value
-from asyncckpt.format.write_manifest import BodyTemplate, encode_manifest, render_body, written_digest
+from asyncckpt.format.write_manifest import BodyTemplate, encode_manifest, render_body, render_header, written_digest
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
 from asyncckpt.native import U8, core

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncckpt.engine.ranks import open_directory
+from asyncckpt.commit import store_root
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.plan import image
 from asyncckpt.storage import object_store
@@ -22,7 +22,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small checkpoints have several files, one of them of several parts, and requests end soon."""
     monkeypatch.setattr(object_store, "PART_BYTES_MIN", PART_BYTES)
     monkeypatch.setattr(image, "FILE_TARGET_BYTES", FILE_BYTES)
-    monkeypatch.setattr(open_directory, "STORE_LIMITS", object_store.StoreLimits(request_s=2.0, retry_s=4.0))
+    monkeypatch.setattr(store_root, "STORE_LIMITS", object_store.StoreLimits(request_s=2.0, retry_s=4.0))
 
 
 def state(value: float = 1.0) -> dict[str, torch.Tensor]:

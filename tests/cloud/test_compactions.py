@@ -11,7 +11,7 @@ import torch
 import asyncckpt
 from asyncckpt import checkpoints
 from asyncckpt.commit.discover import read_head
-from asyncckpt.commit.root import StoreRoot
+from asyncckpt.commit.store_root import StoreRoot
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit import transaction
-from asyncckpt.commit.removal import mark_upload
-from asyncckpt.commit.root import CheckpointRoot, WriteRoot
+from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.upload import uploads
-from asyncckpt.format.names import Attempt
+from asyncckpt.format.names import Attempt, upload_mark_name
+from asyncckpt.storage.directory import Directory
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
 from tests.cloud.test_uploads import marks, open_saver, options
@@ -29,7 +28,7 @@ def test_what_a_kill_has_kept_from_its_commit_is_not_missed(owner: seaweed.Serve
     with CheckpointRoot.for_reading(tmp_path) as root:
         killed = Attempt.new(0)
         root.data.make_folder(killed.directory).close()
-        mark_upload(root, killed)
+        root.manifests.make_empty(upload_mark_name(killed))
     saver, _ = open_saver(tmp_path, options(url))
     saver.wait_idle()
     saver.save_async(1).wait_uploaded()
@@ -42,12 +41,14 @@ def test_another_saver_leaves_the_mark_of_a_commit_under_way(
 ) -> None:
     marked, looked = threading.Event(), threading.Event()
 
-    def wait_behind_it(root: WriteRoot, attempt: Attempt) -> None:
-        mark_upload(root, attempt)
+    make_empty = Directory.make_empty
+
+    def wait_after_it(self: Directory, name: str) -> None:
+        make_empty(self, name)
         marked.set()
         assert looked.wait(60)
 
-    monkeypatch.setattr(transaction, "mark_upload", wait_behind_it)
+    monkeypatch.setattr(Directory, "make_empty", wait_after_it)
     saver, _ = open_saver(tmp_path, options(url), keep=1)
     proxy.fault = refuse_data
     future = saver.save_async(0)

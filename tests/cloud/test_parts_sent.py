@@ -17,7 +17,7 @@ import torch
 import asyncckpt
 import asyncckpt.checkpoints
 from asyncckpt.native import memory_at
-from asyncckpt.shard import files, sent
+from asyncckpt.shard import sent
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
@@ -122,7 +122,7 @@ def test_a_cancelled_save_ends_at_any_part(
 
         send_file(folder, name, pieces, sent=sent, check=look)
 
-    monkeypatch.setattr(files, "send_file", cancelled)
+    monkeypatch.setattr(sent, "send_file", cancelled)
     with asyncckpt.Saver(path=url, tensors={"weight": torch.ones(5 << 20)}, parallel=2) as saver:
         proxy.fault = lambda request: Fault(answer=(503, "SlowDown")) if request.kind == "part" else None
         future.append(saver.save_async(0))

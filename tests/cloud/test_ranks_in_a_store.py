@@ -13,9 +13,9 @@ import torch
 
 import asyncckpt
 from asyncckpt.commit.discover import check_listed
-from asyncckpt.commit.root import StoreRoot
+from asyncckpt.commit.store_root import StoreRoot
 from asyncckpt.engine.ranks.rank_save import _attempt_folder
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore

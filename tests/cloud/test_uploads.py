@@ -13,7 +13,7 @@ import torch
 import asyncckpt
 from asyncckpt.checkpoints import prune
 from asyncckpt.engine.upload import upload_attempt, uploads
-from asyncckpt.format.names import Attempt, attempt_of_upload_mark
+from asyncckpt.format.names import Attempt, parse
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.plan import image
 from asyncckpt.storage import object_store
@@ -46,8 +46,8 @@ def open_saver(
 
 
 def marks(path: Path) -> list[int]:
-    found = [attempt_of_upload_mark(file.name) for file in (path / "manifests").iterdir()]
-    return sorted(attempt.step for attempt in found if attempt is not None)
+    found = [parse(file.name) for file in (path / "manifests").iterdir()]
+    return sorted(name.step for name in found if name is not None and name.kind == "upload")
 
 
 @pytest.mark.parametrize("kind", ["begin upload", "part", "complete upload", "put", "get", "list"])

@@ -559,7 +559,7 @@ def test_a_save_does_not_wait_for_old_checkpoints_to_go(
             raise asyncckpt.IOFailedError("the disk is gone")
         retain(*args, **options)
 
-    monkeypatch.setattr("asyncckpt.commit.transaction.retain", slow)
+    monkeypatch.setattr("asyncckpt.commit.retention.retain", slow)
     for _ in range(2):
         dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "ckpt", keep=1))
         saved.set()

@@ -15,10 +15,11 @@ import numpy as np
 import xxhash
 
 import asyncckpt
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ParentFacts, RankPart, render_header
+from asyncckpt.format.head import FileFacts, ParentFacts
+from asyncckpt.format.manifest import BlockFacts, Manifest, RankPart
 from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
 from asyncckpt.format.read_manifest import decode_manifest
-from asyncckpt.format.write_manifest import encode_manifest, encode_part, render_body, written_digest
+from asyncckpt.format.write_manifest import encode_manifest, encode_part, render_body, render_header, written_digest
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.table import Role
 from tests.chains.written import Written

@@ -73,7 +73,7 @@ def test_a_run_that_goes_back_and_is_killed_twice(tmp_path: Path, ranks_count: i
 
 @pytest.mark.parametrize("at", [5, 7, 10, 12])
 def test_a_run_goes_on_from_what_stays_when_it_was_killed_while_it_discarded(tmp_path: Path, at: int) -> None:
-    """Killed when all that goes is announced, when some of it is decided, and all of it; and when some of it is gone.
+    """Killed when some of what goes is announced, and when some of it is gone.
 
     It went on from a step that its own next save completed to remove, with all that training had come from.
     """

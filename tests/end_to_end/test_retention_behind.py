@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit import judge, removal, retention
+from asyncckpt.commit import judge, retention
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.engine.save import run_save, start_save
@@ -33,16 +33,16 @@ class Removal:
 
 @pytest.fixture
 def removal_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Removal]:
-    """Removals stand still between their last look and their decision."""
-    removal, move = Removal(), Directory.move
+    """Removals stand still after their last look."""
+    removal, remove_file = Removal(), Directory.remove_file
 
-    def held(self: Directory, source: str, target: str) -> None:
-        if Mark.of(source) is not None:
+    def held(self: Directory, name: str, **options: Any) -> bool:
+        if name.endswith(".json"):
             removal.is_held.set()
             assert removal.may_go_on.wait(WAIT_S_MAX)
-        move(self, source, target)
+        return remove_file(self, name, **options)
 
-    monkeypatch.setattr(Directory, "move", held)
+    monkeypatch.setattr(Directory, "remove_file", held)
     yield removal
     removal.may_go_on.set()
 
@@ -139,13 +139,11 @@ def test_a_delta_builds_upon_a_compacted_step_whose_own_checkpoint_is_being_remo
         saver.save(2, kind="delta")
         own = next((tmp_path / "data").glob(f"{2:012d}-*")).name
         asyncckpt.compact(tmp_path, 2)
-        (tmp_path / "manifests" / Mark("ab" * 16, own, is_decided=True).name).touch()
-        removal._under_way.add("ab" * 16)
-        try:
-            saver.save(3, kind="delta")
-        finally:
-            removal._under_way.clear()
-        saver.save(4)  # It sweeps.
+        mark = tmp_path / "manifests" / Mark("ab" * 16, own).name
+        mark.touch()
+        saver.save(3, kind="delta")
+        mark.unlink()
+    asyncckpt.checkpoints.prune(tmp_path, 9)
     assert not (tmp_path / "data" / own).exists()
     assert asyncckpt.verify(tmp_path, 3).steps == (3, 2)
 
@@ -192,14 +190,12 @@ def test_what_a_delta_chose_at_its_call_stays(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_step_that_another_saver_has_saved_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[str] = []
-    move = Directory.move
+    removed: list[str] = []
+    remove_folder = Directory.remove_folder
 
-    def note(self: Directory, source: str, target: str) -> None:
-        mark = Mark.of(source)
-        assert mark is not None
-        moved.append(mark.folder)
-        move(self, source, target)
+    def note(self: Directory, name: str) -> None:
+        removed.append(name)
+        remove_folder(self, name)
 
     first = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=3)
     with first, asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1) as second:
@@ -208,13 +204,13 @@ def test_a_step_that_another_saver_has_saved_anew_is_read_anew(tmp_path: Path, m
             saver.wait_idle(WAIT_S_MAX)
         stray = f"{5:012d}-{'ab' * 16}"
         (tmp_path / "data" / stray).mkdir()
-        monkeypatch.setattr(Directory, "move", note)
+        monkeypatch.setattr(Directory, "remove_folder", note)
         for step in (7, 8):
             first.save(step)
             first.wait_idle(WAIT_S_MAX)
-    assert moved[0] == stray
-    assert moved[1].startswith(f"{5:012d}-")
-    assert len(moved) == 2
+    assert removed[0] == stray
+    assert removed[1].startswith(f"{5:012d}-")
+    assert len(removed) == 2
     assert asyncckpt.list_steps(tmp_path) == [6, 7, 8]
 
 
@@ -225,7 +221,7 @@ def test_saves_that_come_faster_than_retention_looks_leave_few(tmp_path: Path, m
 
     def after_one_more(self: Directory, name: str, **options: bool) -> tuple[int, bool]:
         nonlocal is_looking
-        if Mark.of(name) is not None and retainer.is_current_thread():
+        if name.startswith(".r-") and retainer.is_current_thread():
             with changed:
                 is_looking = True
                 assert changed.wait_for(lambda: not is_looking or is_over, WAIT_S_MAX)

@@ -12,7 +12,7 @@ import torch
 import asyncckpt
 from asyncckpt.commit import chain
 from asyncckpt.commit.discover import KnownHeads
-from asyncckpt.format.manifest import SealedHead
+from asyncckpt.format.head import SealedHead
 
 STATE = {"x": torch.arange(3.0)}
 

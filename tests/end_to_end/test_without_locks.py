@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
 import asyncckpt.engine.save.run_save
-from asyncckpt.commit import removal
+from asyncckpt.commit import removal, transaction
 from asyncckpt.commit.chain import KnownChain
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
@@ -254,14 +254,24 @@ def test_parents_that_retention_removes_right_before_the_rename_are_missed_behin
         refused_beside_a_second_writer(SaveDelta, templates["delta"], tmp_path, every=9, keep=1, sweeps=False)
 
 
-def decide_at_once(decide: Callable[..., Any], root: CheckpointRoot, marks: Any, _: Callable[[], bool]) -> Any:
-    return decide(root, marks, lambda: True)
+def test_without_its_look_for_marks_a_delta_loses_its_parent(
+    templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transaction, "being_removed", lambda _: set())
+    with pytest.raises(asyncckpt.CorruptError, match="its parent step 3"):
+        refused_beside_a_second_writer(SaveDelta, templates["delta"], tmp_path, every=9, keep=1)
+
+
+def remove_at_once(
+    remove: Callable[..., Any], root: CheckpointRoot, heads: Any, marks: Any, _: Callable[[], bool]
+) -> Any:
+    return remove(root, heads, marks, lambda: True)
 
 
 def test_what_is_published_before_its_removal_is_announced_is_found_by_the_sweep_that_looks_again(
     templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(removal, "_decide", partial(decide_at_once, removal._decide))
+    monkeypatch.setattr(removal, "_remove_on_disk", partial(remove_at_once, removal._remove_on_disk))
     with pytest.raises(asyncckpt.NotFoundError):
         refused_beside_a_second_writer(lambda _: save, templates["Saver"], tmp_path, every=3)
 

@@ -35,7 +35,7 @@ class OfEach:
 
     def __init__(self, who: Callable[[], int], kind: Callable[[], Any]) -> None:
         self._who = who
-        self._own = [kind() for _ in range(3)]
+        self._own = [kind() for _ in range(2)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own[self._who()], name)
@@ -53,8 +53,8 @@ class OfEach:
 class Turns:
     """Who runs when: (process, operations), and at the end all that are left, each to its end.
 
-    Process 0 writes; 1 and 2 sweep and keep `keep` steps. sweeps: False: they have swept before. Each time somebody
-    else goes on, LOCK is removed.
+    Process 0 writes; 1 sweeps and keeps `keep` steps. sweeps: False: it has swept before. Each time somebody else goes
+    on, LOCK is removed.
     made: the operations of each.
     """
 
@@ -64,7 +64,7 @@ class Turns:
         self._turns = [[who, count] for who, count in [*turns, *((who, math.inf) for who in (0, *others))]]
         self._threads = {who: threading.Thread(target=self._retain, args=[who]) for who in others}
         self._changed = threading.Condition()
-        self.made: list[list[str]] = [[], [], []]
+        self.made: list[list[str]] = [[], []]
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -76,7 +76,7 @@ class Turns:
             patch.setattr(os, "fsync", lambda _: None)
             patch.setattr(Claims, "needed", lambda *who: set() if self._who() else needed(*who))
             patch.setattr(retention, "_retaining", OfEach(self._who, threading.Lock))
-            patch.setattr(removal, "_under_way", OfEach(self._who, set))
+            patch.setattr(removal, "under_way", OfEach(self._who, set))
             for thread in self._threads.values():
                 thread.start()
             try:

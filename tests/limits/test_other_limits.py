@@ -13,7 +13,7 @@ import asyncckpt
 from asyncckpt import filters
 from asyncckpt.errors import CheckpointError, CorruptError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.names import Attempt, rank_of_shard, shard_name
+from asyncckpt.format.names import Attempt, shard_name, shard_path, split_shard_path
 from asyncckpt.strategies import ShardedLoad, ShardedSave
 from asyncckpt.strategies.mapping import ShardedTensor
 from tests.limits.test_limits import CASES, Case, check_nothing_left, steps_of, tried
@@ -144,9 +144,12 @@ def test_keys_come_back_or_are_refused(tmp_path: Path, value: Any) -> None:
 def test_steps_and_files_have_names_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, limits.RANKS_MAX - 1):
         for index in (0, 999, 1_000, limits.FILES_MAX - 1):
-            assert rank_of_shard(shard_name(rank=rank, index=index)) == rank
+            name = shard_name(rank=rank, index=index)
+            assert split_shard_path(shard_path(Attempt.new(7), name), owner="a test")[1] == name
+            assert int(name[1:6]) == rank
     assert shard_name(rank=7, index=1_000) == "r00007-1000.safetensors"
-    assert rank_of_shard("r00007-0999.safetensors") is None
+    with pytest.raises(CorruptError):
+        split_shard_path(shard_path(Attempt.new(7), "r00007-0999.safetensors"), owner="a test")
     for rank, index in ((limits.RANKS_MAX, 0), (0, limits.FILES_MAX)):
         with pytest.raises(UsageError, match="too many ranks or shard files"):
             shard_name(rank=rank, index=index)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from asyncckpt.checkpoints import CheckpointSummary, SaveTimes, TableInfo
 from asyncckpt.errors import CheckpointError, CorruptError
-from asyncckpt.format.manifest import CREATED_FORMAT
+from asyncckpt.format.head import CREATED_FORMAT
 
 BEGUN = 1_795_000_000
 HOSTILE = (

@@ -205,7 +205,7 @@ class Retention:
         for hidden in self._path.glob("*.json"):
             hidden.rename(self._path / "manifests" / hidden.name)
         with pytest.MonkeyPatch.context() as patch, CheckpointRoot.for_reading(self._path) as root:
-            patch.setattr(removal, "_under_way", set())
+            patch.setattr(removal, "under_way", set())
             patch.setattr(retention, "_retaining", threading.Lock())
             retain(root, KnownHeads(root), KeepPolicy(latest=keep))
 

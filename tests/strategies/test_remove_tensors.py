@@ -141,7 +141,7 @@ def test_old_files_that_cannot_be_removed_are_a_warning_and_swept_later(
     SAVE.save(state(), tmp_path)
     before = files(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("asyncckpt.commit.transaction.retain", lambda *_, **__: 1 / 0)
+        patched.setattr("asyncckpt.commit.retention.retain", lambda *_, **__: 1 / 0)
         LOAD.remove_sharded_tensors(tmp_path, "optimizer.")
     assert "were kept" in caplog.text
     assert before.items() <= files(tmp_path).items()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.format.manifest import Chain, FileFacts
+from asyncckpt.format.head import FileFacts
+from asyncckpt.format.manifest import Chain
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.source import ByteSource
 from asyncckpt.native import I64, U8, Progress, core, paged

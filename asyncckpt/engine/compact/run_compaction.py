@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 
 from asyncckpt.commit.attempt import Draft, claims
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import is_committed, newest_step, read_manifest
-from asyncckpt.commit.removal import being_removed
+from asyncckpt.commit.discover import being_removed, is_committed, newest_step, read_manifest
 from asyncckpt.commit.root import WriteRoot
 from asyncckpt.commit.transaction import Commits, Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, PatientReader, copy_blocks
@@ -31,8 +30,8 @@ from asyncckpt.engine.process.background import background, rewriters, senders
 from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError, SaveCancelledError
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain, Manifest
+from asyncckpt.format.names import check_step
 from asyncckpt.format.write_manifest import BodyTemplate, encode_part, render_body
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress

@@ -8,7 +8,7 @@ from asyncckpt.commit.discover import committed_steps, read_head
 from asyncckpt.commit.doubt import forget_after
 from asyncckpt.commit.foreign import check_may_begin
 from asyncckpt.commit.retention import remove_steps
-from asyncckpt.commit.root import StoreRoot
+from asyncckpt.commit.store_root import StoreRoot
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.upload.uploads import Uploads

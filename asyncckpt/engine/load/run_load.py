@@ -20,7 +20,7 @@ import torch
 
 from asyncckpt.commit.chain import mark_verified, read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, newest_step
-from asyncckpt.commit.root import ReadRoot, StoreRoot
+from asyncckpt.commit.root import CheckpointRoot, ReadRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.load_object import PlainPart, load_object, plain_parts
 from asyncckpt.engine.load.verify import verify_blocks
@@ -127,7 +127,7 @@ def run_load(
     while True:
         begun = time.perf_counter()
         try:
-            if isinstance(root, StoreRoot) and request.step is None and request.strict:
+            if not isinstance(root, CheckpointRoot) and request.step is None and request.strict:
                 # There, what is open does not stay readable. Not strict, two steps could be mixed in the targets.
                 report = look_again(root, lambda: load_open(root, request, look(), on_read))
             else:

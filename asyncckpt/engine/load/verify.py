@@ -11,16 +11,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from asyncckpt.commit.chain import mark_verified, read_chain
-from asyncckpt.commit.discover import by_step, head_in, look_again, newest_step
+from asyncckpt.commit.discover import Listing, head_in, look_again, newest_step
 from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.errors import IOFailedError, NotFoundError
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.names import (
-    Mark,
-    attempt_id_of_temporary,
-    attempt_of_directory,
-    split_shard_path,
-)
+from asyncckpt.format.names import parse, split_shard_path
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.result import VerifyReport
 from asyncckpt.model.store_url import Place
@@ -86,12 +81,12 @@ def _strays(root: ReadRoot, chain: Chain) -> tuple[str, ...]:
     own = {folder for folder, _ in listed}
     folders = {}
     for name in root.data.names():
-        attempt = attempt_of_directory(name)
-        if attempt is None or attempt.step not in chain.steps or name in own:
+        found = parse(name)
+        if found is None or found.kind != "attempt" or found.step not in chain.steps or name in own:
             continue
         if root.data.has_folder(name):  # Some stores go on listing prefixes without objects.
-            folders[name] = attempt.step
-    manifests = by_step(root.manifests.names())
+            folders[name] = found.step
+    manifests = Listing.of(root).manifests
     for step in set(folders.values()):
         for name in manifests.get(step, [])[:-1]:  # For which a compacted one stands.
             with contextlib.suppress(NotFoundError):
@@ -101,5 +96,6 @@ def _strays(root: ReadRoot, chain: Chain) -> tuple[str, ...]:
         # Retention may have taken it away meanwhile; its files were open.
         with contextlib.suppress(NotFoundError), root.data.child(folder) as directory:
             files += [f"{folder}/{name}" for name in directory.names() if (folder, name) not in listed]
-    temporary = [n for n in root.manifests.names() if attempt_id_of_temporary(n) or Mark.of(n)]
-    return tuple(sorted([*folders, *files, *temporary]))
+    parsed = {name: parse(name) for name in root.manifests.names()}
+    left = [name for name, one in parsed.items() if one and one.kind in ("temporary", "announced", "decided")]
+    return tuple(sorted([*folders, *files, *left]))

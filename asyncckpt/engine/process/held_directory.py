@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from asyncckpt.commit.removal import complete_decided
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot, check_store
+from asyncckpt.commit.discover import being_removed
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
 from asyncckpt.commit.transaction import Commits, Uploader
 from asyncckpt.engine.process.background import committer, retainer
 from asyncckpt.engine.process.log import log_warning
@@ -17,6 +18,9 @@ from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import Durability, KeepPolicy
 from asyncckpt.storage.owner_lock import OwnerLock
+
+if TYPE_CHECKING:
+    from asyncckpt.commit.store_root import StoreRoot
 
 
 def commits_of(
@@ -41,39 +45,60 @@ class Opened:
 
 
 def open_alone(path: Place, *, exact_modes: bool = False) -> Opened:
-    """Open and lock it, for one rank or for all; complete what a crash has left half removed."""
+    """Open and lock it, for one rank or for all."""
     if isinstance(path, StoreUrl):
-        from asyncckpt.storage.object_store import ObjectStore, StoreLimits  # Which a disk does not need.
-
-        store = StoreRoot.for_writing(ObjectStore(path, StoreLimits()))
-        _complete(store)
-        return Opened(root=store)
+        return Opened(root=open_store(path))
     root = CheckpointRoot.for_writing(path, exact_modes=exact_modes)
-    opened = Opened(root=root)
     try:
-        opened = Opened(root=root, lock=OwnerLock.acquire(root.root, LOCK_NAME))
-        _complete(root)
-        return opened
+        return Opened(root=root, lock=lock_directory(root))
     except BaseException:
-        opened.close()
+        root.close()
         raise
 
 
-def _complete(root: WriteRoot) -> None:
+def open_store(url: StoreUrl, *, joins: bool = False) -> StoreRoot:
+    """Open a directory in a store, and complete what a crash has left half removed, unless it joins rank 0."""
+    from asyncckpt.commit import store_root  # Who has a disk loads nothing of stores.
+    from asyncckpt.commit.store_removal import complete_decided
+    from asyncckpt.storage.object_store import ObjectStore
+
+    store = ObjectStore(url, store_root.STORE_LIMITS)
+    if joins:
+        return store_root.StoreRoot.for_joining(store)
+    root = store_root.StoreRoot.for_writing(store)
     try:
         complete_decided(root)
     except CheckpointError as error:
         log_warning("leftovers in %s were kept: %s", root.path, error)
+    return root
+
+
+def lock_directory(root: CheckpointRoot) -> OwnerLock:
+    """Take the LOCK, and remove marks that crashed removals have left. ConflictError when another process has it."""
+    lock = OwnerLock.acquire(root.root, LOCK_NAME)
+    try:
+        if being_removed(root):
+            from asyncckpt.commit.removal import forget_marks  # Usually there are no marks.
+
+            forget_marks(root)
+    except CheckpointError as error:
+        log_warning("leftovers in %s were kept: %s", root.path, error)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
 
 
 @contextmanager
 def held_directory(root: WriteRoot, durability: Durability) -> Iterator[Commits]:
     """Hold the LOCK; ConflictError when another process does. A store has none: check that it can be written to."""
-    if isinstance(root, StoreRoot):
+    if not isinstance(root, CheckpointRoot):
+        from asyncckpt.commit.store_root import check_store  # Who has a disk does not load it.
+
         check_store(root.store)
         yield commits_of(root, None, durability)
         return
-    lock = OwnerLock.acquire(root.root, LOCK_NAME)
+    lock = lock_directory(root)
     try:
         yield commits_of(root, lock, durability)
     finally:

@@ -1,7 +1,6 @@
 """Open a checkpoint directory for saving, alone or with other ranks: its folders, its lock, and the way to the others.
 
-Rank 0 makes the directory, holds its LOCK, and completes what a crash has left half removed; the others wait until it
-has, or hear why it could not.
+Rank 0 makes the directory and holds its LOCK; the others wait until it has, or hear why it could not.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asyncckpt.arguments import check_int
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot
+from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import open_file_channel
 from asyncckpt.coordination.messages import Limits, cause_of
 from asyncckpt.coordination.store_channel import StoreChannel, open_store_channel
-from asyncckpt.engine.process.held_directory import Opened, open_alone
+from asyncckpt.engine.process.held_directory import Opened, open_alone, open_store
 from asyncckpt.engine.ranks.meeting import Meeting, meet
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.engine.ranks.saver_ranks import Ranks
@@ -30,11 +29,12 @@ from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import RankOptions
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.folder import check_place
-from asyncckpt.storage.object_store import ObjectStore, StoreLimits
+
+if TYPE_CHECKING:
+    pass
 
 SILENCE_S_MAX = 30.0
 POLL_S = 0.05
-STORE_LIMITS = StoreLimits()
 # The call under which ranks talk before their first save.
 OPENING = 0
 
@@ -251,7 +251,7 @@ def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, ex
             place = ranks.channel.get(call, "place", deadline_s).decode("utf-8")
             if place != str(path):
                 raise UsageError("ranks save to different places", found=str(path), expected=place)
-            return OpenedTogether(StoreRoot.for_joining(ObjectStore(path, STORE_LIMITS)), ranks=ranks)
+            return OpenedTogether(open_store(path, joins=True), ranks=ranks)
         return OpenedTogether(CheckpointRoot.for_joining(path, exact_modes=exact_modes), ranks=ranks)
     except NotFoundError as error:
         raise UsageError(

@@ -22,7 +22,7 @@ import xxhash
 from asyncckpt.commit.attempt import Draft, claims
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.doubt import is_committed_whole
-from asyncckpt.commit.root import StoreRoot, WriteRoot
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.actions import Contradiction
 from asyncckpt.coordination.driver import run_call
@@ -46,8 +46,8 @@ from asyncckpt.errors import (
     NotFoundError,
     PeerError,
 )
+from asyncckpt.format.head import FileFacts, ParentFacts
 from asyncckpt.format.limits import STEP_MAX
-from asyncckpt.format.manifest import FileFacts, ParentFacts
 from asyncckpt.format.names import Attempt, manifest_name
 from asyncckpt.format.strict_json import Fields, Json, dumps
 from asyncckpt.format.write_manifest import PartText, encode_part
@@ -356,7 +356,7 @@ def _attempt_folder(root: WriteRoot, attempt: Attempt) -> Iterator[Directory | S
         with root.data.child(attempt.directory) as folder:
             yield folder
     except (CorruptError, IOFailedError, NotFoundError) as error:
-        in_store = isinstance(root, StoreRoot)  # Where objects go one by one.
+        in_store = not isinstance(root, CheckpointRoot)  # Where objects go one by one.
         if isinstance(error, IOFailedError) if in_store else root.data.exists(attempt.directory):
             raise
         raise NotFoundError(

@@ -25,7 +25,7 @@ from asyncckpt.engine.process.background import writers
 from asyncckpt.engine.save.staged_tensors import LentArena, copy_pieces, free_arena, lent_arena, remember_places
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.format.tree import Node
 from asyncckpt.format.write_manifest import BodyTemplate, render_body
 from asyncckpt.model.block import BlockSpec

@@ -17,7 +17,7 @@ from asyncckpt.engine.process.save_lock import Ticket
 from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.state_cut import NOTHING_BY_PEERS, ByPeers, Cut
 from asyncckpt.errors import SaveCancelledError, UsageError
-from asyncckpt.format.manifest import FileFacts, ParentFacts, SaveTimes
+from asyncckpt.format.head import FileFacts, ParentFacts, SaveTimes
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.write_manifest import BodyTemplate

@@ -19,7 +19,7 @@ import numpy as np
 from asyncckpt.engine.process.background import senders, writers
 from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.save.save_job import SaveJob, Written
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.write_manifest import BodyTemplate, extend_body
 from asyncckpt.model.block import TableFacts

@@ -27,13 +27,20 @@ import numpy as np
 
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, look_again
-from asyncckpt.commit.removal import unmark_upload
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, SealedHead
-from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR, Attempt, Mark, compacted_manifest_name, manifest_name
-from asyncckpt.format.read_head import decode_head
+from asyncckpt.format.head import FileFacts, ManifestHead, SealedHead, decode_head
+from asyncckpt.format.manifest import BlockFacts, Manifest
+from asyncckpt.format.names import (
+    DATA_DIR,
+    MANIFESTS_DIR,
+    Attempt,
+    compacted_manifest_name,
+    manifest_name,
+    parse,
+    upload_mark_name,
+)
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.native import U8, Digester, Progress, Reads, ShortFile, core
 from asyncckpt.options import UploadOptions
@@ -71,20 +78,22 @@ def _upload_with_base(root: CheckpointRoot, store: ObjectStore, attempt: Attempt
     heads = KnownHeads(root)
     newest = _find(heads, attempt)
     if newest is None:
-        unmark_upload(root, attempt)
+        root.manifests.remove_file(upload_mark_name(attempt))
         raise AttemptGoneError(f"step {attempt.step} was removed from {str(root.path)!r} before it was uploaded")
     below = chain_below(newest.head, heads.of_step)
     for sealed in (*reversed(below), newest):
         _upload(root, store, sealed.head.file_name, options)
     while below and _go_on_below(root, store, below, options):
         pass
-    unmark_upload(root, attempt)
+    # Not synced: a mark that comes back is of what is in the store already.
+    root.manifests.remove_file(upload_mark_name(attempt))
 
 
 def _go_on_below(root: CheckpointRoot, store: ObjectStore, below: Sequence[SealedHead], options: UploadOptions) -> bool:
     """Upload what was removed from the store before anybody could see there what builds upon it; return whether
     anything was. IOFailedError, after which the upload is tried again, while something of it is being removed."""
-    going = {mark.folder for name in store.names(MANIFESTS_DIR) if (mark := Mark.of(name)) is not None}
+    names = [parse(name) for name in store.names(MANIFESTS_DIR)]
+    going = {name.folder for name in names if name is not None and name.removal}
     for sealed in below:
         if sealed.head.folder_name in going:
             what = f"step {sealed.head.step} is being removed from {str(store.url)!r}, and newer steps build upon it"

@@ -26,9 +26,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from asyncckpt.commit.discover import is_committed, shown_steps
-from asyncckpt.commit.removal import uploads_among
-from asyncckpt.commit.root import CheckpointRoot, StoreRoot, WriteRoot, check_store
+from asyncckpt.commit.discover import Listing, is_committed, shown_steps
+from asyncckpt.commit.root import CheckpointRoot, WriteRoot
+from asyncckpt.commit.store_root import StoreRoot, check_store
 from asyncckpt.coordination.channel import Pauses
 from asyncckpt.engine.process.background import check_may_wait, uploaders
 from asyncckpt.engine.process.future import as_checkpoint_error
@@ -93,7 +93,7 @@ class Uploads(SaveFeature):
 
     def go_on(self, root: WriteRoot) -> None:
         """Upload what earlier Savers of the directory have left."""
-        for attempt in uploads_among(root.manifests.names()) if self.uploader is not None else ():
+        for attempt in Listing.of(root).uploads if self.uploader is not None else ():
             # Else it was killed before its commit, or another Saver of this process is about to commit it.
             if is_committed(root, attempt.step) or not root.data.has_folder(attempt.directory):
                 self.upload(attempt)
@@ -246,7 +246,7 @@ class Uploads(SaveFeature):
 
 def warn_of_left(root: WriteRoot) -> None:
     """Log how many steps of a directory wait to be uploaded, where nothing uploads them."""
-    left = uploads_among(root.manifests.names())
+    left = Listing.of(root).uploads
     steps = {one.step for one in left if is_committed(root, one.step) and root.data.has_folder(one.directory)}
     if steps:
         log_warning(

@@ -27,7 +27,7 @@ from asyncckpt.engine.load.run_load import (
     with_scalars,
 )
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import check_step
 from asyncckpt.format.tree import path_name, unique_names
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.stored import Columns, RecisReader, StoredAs, as_chain, check_columns, step_of

@@ -84,7 +84,7 @@ def test_sweeps_know_attempts_that_begin_while_they_look(root: CheckpointRoot) -
     with claims.save(root, 5) as own:
         assert set(claims.held) == {own.attempt.id}
         with claims.compaction(root, 4) as other:
-            assert other.attempt.id in claims
+            assert other.attempt.id in claims.held
             assert len(claims.held) == 2
-        assert other.attempt.id not in claims
+        assert other.attempt.id not in claims.held
     assert not claims.held

@@ -16,7 +16,7 @@ import asyncckpt.embcache
 from asyncckpt import KeepPolicy, UsageError
 from asyncckpt.commit.discover import numbers_of
 from asyncckpt.commit.keep import kept_by_rules
-from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead
+from asyncckpt.format.head import CREATED_FORMAT, ManifestHead
 from asyncckpt.format.values import encode_value
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import asyncckpt
 from asyncckpt import KeepPolicy, UsageError
 from asyncckpt.checkpoints import pin, pinned_steps, prune, remove, remove_after, unpin
-from asyncckpt.format.manifest import CREATED_FORMAT
+from asyncckpt.format.head import CREATED_FORMAT
 from tests.chains.model import DIM, Rows, layer_of, load
 from tests.chains.written import Written, write
 

@@ -76,7 +76,7 @@ def test_a_step_that_is_being_removed_cannot_be_pinned(tmp_path: Path) -> None:
     (tmp_path / "manifests" / Mark("ab" * 16, found[3].folder.name).name).touch()
     with pytest.raises(ConflictError, match=r"step 3 .* is being removed"):
         pin(tmp_path, 3)
-    sweep_names(tmp_path)
+    collect_garbage(tmp_path)  # It takes LOCK.
     pin(tmp_path, 3)
     assert pinned_steps(tmp_path) == [3]
 
@@ -242,4 +242,4 @@ def test_pinning_needs_no_lock_and_is_durable(tmp_path: Path, monkeypatch: pytes
     unpin(tmp_path, 1)
     assert synced == ["manifests", "manifests"]
     assert not (tmp_path / "LOCK").exists()
-    assert removal._under_way == set()
+    assert removal.under_way == set()

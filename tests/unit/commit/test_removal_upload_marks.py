@@ -11,11 +11,15 @@ import asyncckpt
 from asyncckpt.checkpoints import collect_garbage, prune, remove
 from asyncckpt.commit import transaction
 from asyncckpt.commit.attempt import claims
-from asyncckpt.commit.discover import KnownHeads
-from asyncckpt.commit.removal import mark_upload, sweep, unmark_upload, uploads_among
+from asyncckpt.commit.discover import KnownHeads, Listing
+from asyncckpt.commit.removal import sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.format.names import Attempt, attempt_of_upload_mark, upload_mark_name
+from asyncckpt.format.names import Attempt, upload_mark_name
 from tests.unit.commit.test_retention import two_chains
+
+
+def mark_upload(root: CheckpointRoot, attempt: Attempt) -> None:
+    root.manifests.make_empty(upload_mark_name(attempt))
 
 
 def mark_step(path: Path, step: int) -> Attempt:
@@ -28,7 +32,8 @@ def mark_step(path: Path, step: int) -> Attempt:
 
 
 def marks(path: Path) -> list[int]:
-    return [attempt.step for attempt in uploads_among(file.name for file in (path / "manifests").iterdir())]
+    with CheckpointRoot.for_reading(path) as root:
+        return [attempt.step for attempt in Listing.of(root).uploads]
 
 
 def test_marks_that_others_remove_are_not_remembered(tmp_path: Path) -> None:
@@ -39,20 +44,13 @@ def test_marks_that_others_remove_are_not_remembered(tmp_path: Path) -> None:
         assert root.manifests.made == {}
 
 
-def test_names_come_back() -> None:
-    attempt = Attempt.new(120)
-    assert attempt_of_upload_mark(upload_mark_name(attempt)) == attempt
-    assert attempt_of_upload_mark(upload_mark_name(attempt) + "0") is None
-    assert attempt_of_upload_mark(f".m-{attempt.id}") is None
-
-
 def test_a_marked_step_stays_with_what_it_builds_upon(tmp_path: Path) -> None:
     two_chains(tmp_path)
     attempt = mark_step(tmp_path, 2)
     report = prune(tmp_path, 1)
     assert (report.removed, report.kept[2], report.kept[1]) == ((3,), ("not uploaded",), ("base of 2",))
     with CheckpointRoot.for_reading(tmp_path) as root:
-        unmark_upload(root, attempt)
+        root.manifests.remove_file(upload_mark_name(attempt))
     assert prune(tmp_path, 1).removed == (1, 2)
 
 
@@ -114,3 +112,13 @@ def test_a_commit_that_fails_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(asyncckpt.ConflictError, match="planned"):
             saver.save(3)
     assert (marks(tmp_path / "ckpt"), noted.attempts, [*claims.held]) == ([], [], [])
+
+
+def test_one_sweep_removes_a_folder_that_a_crash_has_left_and_its_mark(tmp_path: Path) -> None:
+    two_chains(tmp_path)
+    failed = Attempt.new(9)
+    with CheckpointRoot.for_reading(tmp_path) as root:
+        root.data.make_folder(failed.directory).close()
+        mark_upload(root, failed)
+        assert sweep(root, KnownHeads(root)) == [failed.directory, upload_mark_name(failed)]
+    assert marks(tmp_path) == []

@@ -11,7 +11,6 @@ import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +18,13 @@ import torch
 import asyncckpt
 from asyncckpt import KeepPolicy
 from asyncckpt.commit import removal, retention
-from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.discover import KnownHeads, being_removed
 from asyncckpt.commit.removal import sweep
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.store_root import StoreRoot
 from asyncckpt.errors import IOFailedError
-from asyncckpt.format.manifest import ParentFacts
+from asyncckpt.format.head import ParentFacts
 from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import DIM, layer_of, load
@@ -169,35 +169,20 @@ def leave_marks(root: Path, *left: Written, is_decided: bool) -> str:
     return number
 
 
-def test_what_a_crash_has_left_announced_stays(tmp_path: Path) -> None:
-    leave_marks(tmp_path, *two_chains(tmp_path).values(), is_decided=False)
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_marks_that_a_crash_has_left_are_forgotten_by_who_takes_the_lock(is_decided: bool, tmp_path: Path) -> None:
+    """Decided ones, too, which an earlier version has left; what they name stays."""
+    leave_marks(tmp_path, *two_chains(tmp_path).values(), is_decided=is_decided)
+    assert sweep_names(tmp_path) == []
     for _ in range(2):
         for step in range(1, 8):
             load(tmp_path, step)
-        assert sweep_names(tmp_path) == []
-    assert names(tmp_path) == {f"{step:012d}.json" for step in range(1, 8)}
-
-
-def test_what_a_crash_has_left_decided_goes_children_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = two_chains(tmp_path)
-    found[3].manifest.unlink()
-    leave_marks(tmp_path, *(found[step] for step in (1, 2, 3)), is_decided=True)
-    unlink = os.unlink
-
-    def checked(name: str, **options: Any) -> None:
-        unlink(name, **options)
-        for step in asyncckpt.list_steps(tmp_path):
-            load(tmp_path, step)
-
-    monkeypatch.setattr(os, "unlink", checked)
-    assert sweep_names(tmp_path) == [found[step].folder.name for step in (3, 2, 1)]
-    assert names(tmp_path) == {f"{step:012d}.json" for step in (4, 5, 6, 7)}
-    assert folders(tmp_path) == {found[step].folder.name for step in (4, 5, 6, 7)}
+        asyncckpt.Saver(path=tmp_path, tensors={"n": 1}).close()
+        assert names(tmp_path) == {f"{step:012d}.json" for step in range(1, 8)}
 
 
 def test_of_a_step_that_was_saved_anew_only_the_old_attempt_goes(tmp_path: Path) -> None:
     old = full(tmp_path, 1)
-    leave_marks(tmp_path, old, is_decided=True)
     old.manifest.unlink()
     anew = full(tmp_path, 1)
     assert sweep_names(tmp_path) == [old.folder.name]
@@ -205,22 +190,22 @@ def test_of_a_step_that_was_saved_anew_only_the_old_attempt_goes(tmp_path: Path)
     load(tmp_path, 1)
 
 
-@pytest.mark.parametrize("is_decided", [False, True])
-def test_a_sweep_leaves_alone_what_this_process_is_about(is_decided: bool, tmp_path: Path) -> None:
-    number = leave_marks(tmp_path, *two_chains(tmp_path).values(), is_decided=is_decided)
-    removal._under_way.add(number)
+def test_marks_of_a_removal_of_this_process_stay(tmp_path: Path) -> None:
+    number = leave_marks(tmp_path, *two_chains(tmp_path).values(), is_decided=False)
+    removal.under_way.add(number)
     try:
         before = names(tmp_path)
+        asyncckpt.Saver(path=tmp_path, tensors={"n": 1}).close()
         assert sweep_names(tmp_path) == []
         assert names(tmp_path) == before
     finally:
-        removal._under_way.clear()
+        removal.under_way.clear()
 
 
 def test_a_mark_that_is_renamed_while_it_is_looked_for_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Listings are not atomic: one may have been where the new name is before, and where the old one was after."""
+    """In a store. A listing may have been where the new name is before, and where the old one was after."""
     made = full(tmp_path, 1)
     leave_marks(tmp_path, made, is_decided=True)
     plain, looks = Directory.names, iter(range(1))
@@ -229,8 +214,9 @@ def test_a_mark_that_is_renamed_while_it_is_looked_for_is_found(
         return [] if next(looks, None) is not None else plain(self)
 
     monkeypatch.setattr(Directory, "names", names_without)
+    monkeypatch.setattr(CheckpointRoot, "looks_for_marks", StoreRoot.looks_for_marks)
     with CheckpointRoot.for_reading(tmp_path) as root:
-        assert removal.being_removed(root) == {made.folder.name}
+        assert being_removed(root) == {made.folder.name}
 
 
 def test_no_delta_is_left_without_its_parents_whoever_else_sweeps(tmp_path: Path) -> None:
@@ -258,7 +244,7 @@ def retain_beside(root: Path, act: Callable[[], object], *, at: int) -> bool:
             count += 1
             if count == at:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(removal, "_under_way", set())
+                    patch.setattr(removal, "under_way", set())
                     act()
             return plain(self, *arguments, **options)
 
@@ -331,12 +317,17 @@ def test_sweep_knows_both_manifests_of_a_step(tmp_path: Path) -> None:
     assert load(tmp_path, 3) == {0: row(3)}
 
 
-def test_a_decided_step_whose_manifest_cannot_be_read_keeps_no_other(tmp_path: Path) -> None:
+def test_a_step_whose_manifest_cannot_be_read_any_more_keeps_no_other(tmp_path: Path) -> None:
     found = two_chains(tmp_path)
-    leave_marks(tmp_path, *(found[step] for step in (1, 2, 3)), is_decided=True)
-    found[3].manifest.write_bytes(b"{}")
-    with pytest.raises(IOFailedError, match=f"1 folders cannot be removed, .*{found[3].folder.name}"):
-        sweep_names(tmp_path)
+    going = [found[step].folder.name for step in (1, 2, 3)]
+
+    def damage() -> bool:
+        return bool(found[3].manifest.write_bytes(b"{}"))
+
+    refused = pytest.raises(IOFailedError, match=f"1 folders cannot be removed, .*{found[3].folder.name}")
+    with CheckpointRoot.for_reading(tmp_path) as root, refused:
+        removal.remove(root, KnownHeads(root), going, damage)
+    assert names(tmp_path) == {f"{step:012d}.json" for step in (3, 4, 5, 6, 7)}
     assert asyncckpt.list_steps(tmp_path) == [3, 4, 5, 6, 7]
     assert found[3].folder.exists()
 
@@ -354,7 +345,7 @@ def test_what_cannot_be_removed_keeps_no_later_batch(tmp_path: Path, monkeypatch
 def test_a_manifest_that_cannot_be_removed_keeps_what_it_builds_upon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its batch, in later ones, and when another removal completes it; what is above it goes."""
+    """In its batch and in later ones; what is above it goes."""
     monkeypatch.setattr(retention, "BATCH_STEPS_MAX", 2)
     found = two_chains(tmp_path)
     stuck, remove_file = found[2].manifest.name, Directory.remove_file

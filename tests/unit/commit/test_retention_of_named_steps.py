@@ -12,11 +12,9 @@ import pytest
 
 import asyncckpt
 from asyncckpt import KeepPolicy
-from asyncckpt.checkpoints import pin, prune, remove, remove_after
+from asyncckpt.checkpoints import collect_garbage, pin, prune, remove, remove_after
 from asyncckpt.commit import removal
 from asyncckpt.commit.attempt import claims
-from asyncckpt.commit.discover import KnownHeads
-from asyncckpt.commit.removal import sweep
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from asyncckpt.storage.directory import Directory
@@ -48,14 +46,9 @@ def kill_at(number: int, act: Callable[[], object]) -> bool:
         try:
             act()
         except Killed:
-            removal._under_way.clear()
+            removal.under_way.clear()
             return True
     return False
-
-
-def sweep_all(root: Path) -> None:
-    with CheckpointRoot.for_reading(root) as opened:
-        sweep(opened, KnownHeads(opened))
 
 
 def test_what_is_named_goes(tmp_path: Path) -> None:
@@ -147,7 +140,7 @@ def test_killed_anywhere_it_leaves_one_history(tmp_path: Path) -> None:
         root = tmp_path / str(at)
         shutil.copytree(tmp_path / "model", root)
         is_killed = kill_at(at, lambda root=root: remove_after(root, 2))
-        for finish in (lambda: None, lambda root=root: sweep_all(root)):
+        for finish in (lambda: None, lambda root=root: collect_garbage(root)):
             finish()
             steps = asyncckpt.list_steps(root)
             assert steps == [1, 2, 3, 4, 5, 6, 7][: max(2, len(steps))]
@@ -198,7 +191,7 @@ def test_killed_anywhere_retention_leaves_what_it_keeps(tmp_path: Path) -> None:
         root = tmp_path / str(at)
         shutil.copytree(tmp_path / "model", root)
         is_killed = kill_at(at, lambda root=root: prune(root, KeepPolicy(every_steps=5)))
-        sweep_all(root)
+        collect_garbage(root)
         assert {1, 2, 4, 5, 6, 7} <= {*asyncckpt.list_steps(root)}
         prune(root, KeepPolicy(every_steps=5))
         for step in asyncckpt.list_steps(root):

@@ -27,17 +27,17 @@ PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
     "encode_manifest": {"commit/attempt.py"},
-    # commit/root.py and cli/doctor.py try whether the store refuses a second one; storage/store_folder.py makes marks.
+    # commit/store_root.py and cli/doctor.py also try whether the store refuses a second one; storage/store_folder.py
+    # makes marks.
     "put_new": {
         "cli/doctor.py",
-        "commit/attempt.py",
-        "commit/root.py",
+        "commit/store_root.py",
         "engine/upload/upload_attempt.py",
         "storage/store_folder.py",
     },
     # The files of coordination, of the trial of a disk, and what is exported are no manifests.
     "publish": {
-        "commit/attempt.py",
+        "commit/root.py",
         "commit/transaction.py",
         "coordination/session_files.py",
         "coordination/driver.py",

@@ -12,21 +12,27 @@ import xxhash
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import (
+from asyncckpt.format.head import (
     FEATURES,
     FileFacts,
     ManifestHead,
     ParentFacts,
     SaveTimes,
     SealedHead,
+    decode_head,
+    manifest_digest,
 )
 from asyncckpt.format.names import (
+    Attempt,
+    Mark,
+    Name,
     compacted_manifest_name,
-    is_compacted_manifest,
     manifest_name,
-    step_of_manifest,
+    parse,
+    pin_name,
+    temporary_manifest_name,
+    upload_mark_name,
 )
-from asyncckpt.format.read_head import decode_head, manifest_digest
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.write_manifest import encode_manifest, render_body, written_digest
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableFacts
@@ -215,10 +221,21 @@ def test_unknown_feature_is_refused_whatever_else_the_manifest_says() -> None:
 def test_names_of_manifests() -> None:
     assert manifest_name(120) == "000000000120.json"
     assert compacted_manifest_name(120) == "000000000120.full.json"
-    for name in (manifest_name(120), compacted_manifest_name(120)):
-        assert step_of_manifest(name) == 120
-    assert is_compacted_manifest(compacted_manifest_name(120))
-    assert not is_compacted_manifest(manifest_name(120))
     for name in ("000000000120.ful.json", "120.full.json", "000000000120.full", "000000000120.full.json.bak", ""):
-        assert step_of_manifest(name) is None
-        assert not is_compacted_manifest(name)
+        assert parse(name) is None
+
+
+def test_names_say_what_they_are_of() -> None:
+    attempt, removal = Attempt.new(120), "ab" * 16
+    folder = attempt.directory
+    assert parse(manifest_name(120)) == Name("manifest", 120)
+    assert parse(compacted_manifest_name(120)) == Name("compacted", 120)
+    assert parse(pin_name(120)) == Name("pin", 120)
+    assert parse(temporary_manifest_name(attempt)) == Name("temporary", -1, attempt.id)
+    assert parse(upload_mark_name(attempt)) == Name("upload", 120, attempt.id)
+    assert parse(Mark(removal, folder).name) == Name("announced", 120, attempt.id, removal)
+    assert parse(Mark(removal, folder, is_decided=True).name) == Name("decided", 120, attempt.id, removal)
+    assert parse(folder) == Name("attempt", 120, attempt.id)
+    assert Name("attempt", 120, attempt.id).folder == folder
+    for name in (folder + "0", f".r-{folder}", f".u-{removal}-{folder}", f"x{folder}", ".probe"):
+        assert parse(name) is None

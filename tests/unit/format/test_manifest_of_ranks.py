@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.manifest import FileFacts, ManifestHead
+from asyncckpt.format.head import FileFacts, ManifestHead, decode_head
 from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
-from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import TENSOR, VALUE, Node
 from asyncckpt.format.write_manifest import (
@@ -147,7 +146,7 @@ def test_the_files_of_thousands_of_ranks_are_not_compared_with_every_rank(monkey
             looks.append(name)
             return super().__getattribute__(name)
 
-    monkeypatch.setattr("asyncckpt.format.read_head.FileFacts", Watched)
+    monkeypatch.setattr("asyncckpt.format.head.FileFacts", Watched)
     for ranks_count in (20, 40):
         decoded(Rank(0, [LEFT, RIGHT, BIAS]), *(Rank(rank, [], shard=1) for rank in range(1, ranks_count)))
     assert 0 < looks.count("rank") < 5 * (20 + 40)

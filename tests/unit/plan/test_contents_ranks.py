@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from asyncckpt.errors import CorruptError, IncompatibleError
-from asyncckpt.format.manifest import Chain, FileFacts, Manifest, ManifestHead, ParentFacts
+from asyncckpt.format.head import FileFacts, ManifestHead, ParentFacts
+from asyncckpt.format.manifest import Chain, Manifest
 from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Node

@@ -17,7 +17,7 @@ from asyncckpt.coordination.messages import AttemptMessage, Begin, Limits, Outco
 from asyncckpt.engine.process.background import talkers
 from asyncckpt.engine.ranks.rank_save import RankSave, _attempt_folder
 from asyncckpt.errors import CorruptError, IOFailedError, NotFoundError, PeerError
-from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.head import FileFacts
 from asyncckpt.format.names import Attempt
 
 pytestmark = pytest.mark.any_core

@@ -1,4 +1,4 @@
-"""Decode and check the head of a manifest: what it is, of which save, in which files, and upon what it builds.
+"""The head of a manifest: what it is, of which save, in which files, and upon what it builds; and how it is decoded.
 
 The order is that of trust: the manifest's own digest, then version and required features, then all else. The name of
 the file says which step the manifest is of, and whether it is a compacted checkpoint's.
@@ -7,33 +7,132 @@ the file says which step the manifest is of, and whether it is a compacted check
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 
 import xxhash
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import (
-    DIGEST_ALGORITHM,
-    DIGEST_MARK,
-    END_BYTES,
-    FEATURES,
-    FORMAT,
-    VERSION,
-    FileFacts,
-    ManifestHead,
-    ParentFacts,
-    SaveTimes,
-    SealedHead,
-)
-from asyncckpt.format.names import (
-    Attempt,
-    is_compacted_manifest,
-    rank_of_shard,
-    split_shard_path,
-    step_of_manifest,
-)
-from asyncckpt.format.strict_json import Fields, loads, looks_like
+from asyncckpt.format.body_members import BODY_FEATURES, MAPPING_KINDS
+from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, parse, split_shard_path
+from asyncckpt.format.strict_json import Fields, Json, loads, looks_like
+from asyncckpt.format.values import holds_typed_mappings
+
+FORMAT = "asyncckpt"
+VERSION = 1
+DIGEST_ALGORITHM = "xxh3-128/4MiB"
+CREATED_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # Of `created`, the time of the commit in UTC.
+
+# What a reader must know beyond the plain format, as `requires` names it.
+DELTA = "delta"
+COMPACTED = "compacted"
+RANKS = "ranks"
+FEATURES = frozenset({DELTA, COMPACTED, RANKS, *BODY_FEATURES})
+
+DIGEST_MARK = b',"digest":"'
+END_BYTES = len(DIGEST_MARK) + 35  # With 32 digits and what closes the object.
+
+
+def features_of_values(values: Iterable[Json]) -> frozenset[str]:
+    """Return what plain values ask of a reader."""
+    return frozenset({MAPPING_KINDS} if any(map(holds_typed_mappings, values)) else ())
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """One shard file as the manifest lists it."""
+
+    path: str
+    rank: int
+    header_bytes: int
+    header_digest: bytes
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ParentFacts:
+    """A checkpoint that a delta builds upon: its step, its attempt, and the own digest of its manifest, in hexadecimal.
+
+    Both pin it: another checkpoint of that step is not the parent.
+    """
+
+    step: int
+    attempt: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """How long a save has taken, up to where the manifest was written, in microseconds; of several ranks, rank 0.
+
+    called_us   when it was called, UNIX time
+    stall_us    how long training waited in the call; None: until the save had ended, it was a blocking one
+    begun_us    so long after the call the background has begun with it: what was before it had ended
+    written_us  so long after the call all shard files were written. The commit comes behind
+    """
+
+    called_us: int
+    stall_us: int | None
+    begun_us: int
+    written_us: int
+
+
+@dataclass(frozen=True)
+class ManifestHead:
+    """What differs from save to save.
+
+    kind      "full" or "delta"
+    parents   of a delta: its complete chain, newest first, down to a full checkpoint; else empty
+    files     of all ranks, in their order
+    values    the plain values of rank 0
+    replaces  of a compacted checkpoint: the digest of the manifest that it stands for
+    times     None where it is not known: of what was not saved by a Saver, or by an earlier version
+    """
+
+    step: int
+    kind: str
+    parents: tuple[ParentFacts, ...]
+    attempt: str
+    created: str
+    writer: str
+    ranks_count: int
+    files: tuple[FileFacts, ...]
+    values: tuple[Json, ...]
+    metadata: Json
+    replaces: str | None = None
+    times: SaveTimes | None = None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the head asks of a reader."""
+        uses = {DELTA: self.kind == "delta", COMPACTED: self.replaces is not None, RANKS: self.ranks_count > 1}
+        metadata = self.metadata.values() if type(self.metadata) is dict else ()
+        return features_of_values((*self.values, *metadata)).union(name for name, used in uses.items() if used)
+
+    @property
+    def files_of_ranks(self) -> list[list[FileFacts]]:
+        """The files of rank 0, those of rank 1, ..."""
+        return [list(files) for _, files in itertools.groupby(self.files, key=lambda file: file.rank)]
+
+    @cached_property
+    def file_name(self) -> str:
+        """The name of the manifest in manifests/."""
+        return manifest_name(self.step) if self.replaces is None else compacted_manifest_name(self.step)
+
+    @cached_property
+    def folder_name(self) -> str:
+        """The name in data/ of the folder with all files."""
+        return Attempt(step=self.step, id=self.attempt).directory
+
+
+@dataclass(frozen=True)
+class SealedHead:
+    """The head of a manifest that is written, and the own digest of the manifest, in hexadecimal."""
+
+    head: ManifestHead
+    digest: str
 
 
 def decode_head(raw: bytes, name: str) -> SealedHead:
@@ -49,12 +148,13 @@ def open_manifest(raw: bytes, name: str) -> tuple[Fields, SealedHead]:
     fields = Fields(loads(raw, owner=owner), owner=owner, where="manifest")
     _check_version(fields)
     head = _head(fields)
-    if head.step != step_of_manifest(name):
-        expected = step_of_manifest(name)
+    said = parse(name)
+    if said is None or head.step != said.step:
+        expected = None if said is None else said.step
         raise CorruptError(f"{owner} holds another step than its name", found=head.step, expected=expected)
-    if head.replaces is None and is_compacted_manifest(name):
+    if head.replaces is None and said.kind == "compacted":
         raise CorruptError(f"{owner} names no manifest that it replaces")
-    if head.replaces is not None and not is_compacted_manifest(name):
+    if head.replaces is not None and said.kind != "compacted":
         raise CorruptError(f"{owner} replaces another manifest, but its name does not", found=head.replaces)
     check_features(fields, head.features)
     return fields, SealedHead(head=head, digest=digest)
@@ -183,7 +283,7 @@ def _file(fields: Fields, attempt: Attempt, rank: int) -> FileFacts:
     folder, name = split_shard_path(path, owner=fields.owner)
     if folder != attempt.directory:
         raise CorruptError(f"{fields.owner} mixes files of two saves", found=path, expected=attempt.directory)
-    if fields.integer("rank") != rank or rank_of_shard(name) != rank:
+    if fields.integer("rank") != rank or int(name[1:6]) != rank:
         raise CorruptError(f"{fields.owner} lists a file of another rank", found=path, expected=f"rank {rank}")
     size = fields.integer("bytes", at_least=8)
     return FileFacts(
