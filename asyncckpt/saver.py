@@ -22,7 +22,7 @@ from asyncckpt.engine.process.event_line import EVENTS_WAIT_S, EventLine
 from asyncckpt.engine.process.event_loop import Closing
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
-from asyncckpt.engine.process.in_flight import OpenErrors, RunningCalls, SaveCounts
+from asyncckpt.engine.process.save_lock import OpenFutures, RunningCalls, SaveCounts
 from asyncckpt.engine.ranks.holdings import check_said
 from asyncckpt.engine.ranks.open_directory import Opened, announce_refused, open_directory, which_shard
 from asyncckpt.engine.ranks.saver_ranks import announce_failed
@@ -160,7 +160,7 @@ class Saver(Closing):
         except BaseException as error:
             announce_refused(error, own, ranks)
             raise
-        self._errors, self._counts, self._calls = OpenErrors(), SaveCounts(), RunningCalls()
+        self._errors, self._counts, self._calls = OpenFutures(), SaveCounts(), RunningCalls()
         self._closed, self._pid, opened = False, os.getpid(), None
         plans = PlanCache(parallel=parallel, rank=own.index, ranks_count=own.count, device_of=device_of)
         try:

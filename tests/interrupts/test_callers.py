@@ -353,5 +353,5 @@ def test_every_public_function_is_called(world: World) -> None:
 
 
 # Of a future, what the engine and asyncio call.
-ENGINE_ONLY = {"enter", "expect_bytes", "resolve", "fail", "end_with", "take_unclaimed_error", "skip", "expect_copies",
+ENGINE_ONLY = {"enter", "expect_bytes", "resolve", "fail", "end_with", "skip", "expect_copies",
                "expect_upload", "before_done", "mark_staged", "send", "throw", "close"}  # fmt: skip
