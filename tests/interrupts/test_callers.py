@@ -27,10 +27,10 @@ from asyncckpt import saver as saver_module
 from asyncckpt.commit.attempt import claims
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save import start_save
-from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
 from asyncckpt.tables import table_lock
+from tests import own_waits
 from tests.interrupts.public_calls import DEADLINE_S, World, calls
 
 AT_ONCE_S = 8.0  # Far below the deadlines of the waits, far above what a slow machine needs.
@@ -83,7 +83,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         monkeypatch.setattr(module, "SAVE_DEADLINE_S", DEADLINE_S)
     monkeypatch.setattr(table_lock, "TABLE_WAIT_S_MAX", DEADLINE_S)
     # What a filter calls may use the pool of its thread, which runs that in place: it is not the library that waits.
-    monkeypatch.setattr(IdleEndingThreads, "forbids_own_waits", False)
+    monkeypatch.setattr(own_waits, "are_forbidden", False)
     made = World(tmp_path)
     yield made
     made.close()

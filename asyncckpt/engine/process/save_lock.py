@@ -131,7 +131,7 @@ class SaveLock:
                 may_hold = self._await_turn(ticket, on_busy, deadline_s, before_wait)
                 if may_hold:
                     self._held.append(ticket)
-                    self._note_handovers()
+                    self._handovers.shorten()
                 return may_hold
             finally:
                 if ticket in self._asking:  # Else this is a child, forked by a signal handler: see `forget`.
@@ -193,11 +193,9 @@ class SaveLock:
         with self._guard.again():
             if ticket in self._held:
                 self._held.remove(ticket)
-                self._note_handovers()
+                if not self._held:
+                    self._handovers.give_back()
                 self._changed.notify_all()
-
-    def _note_handovers(self) -> None:
-        self._handovers.shorten() if self._held else self._handovers.give_back()
 
     def in_flight(self) -> list[Ticket]:
         """Return the tickets held now, oldest first."""

@@ -19,6 +19,7 @@ from asyncckpt.engine.process.background import Background
 from asyncckpt.errors import IOFailedError, UsageError
 from asyncckpt.pipeline import threads
 from asyncckpt.pipeline.threads import IdleEndingThreads
+from tests import own_waits
 
 DEADLINE_S = 20
 
@@ -34,7 +35,7 @@ def interrupted_start(thread: threading.Thread) -> None:
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As outside of the test suite."""
-    monkeypatch.setattr(IdleEndingThreads, "forbids_own_waits", False)
+    monkeypatch.setattr(own_waits, "are_forbidden", False)
 
 
 def waits_for_own(pool: IdleEndingThreads) -> Callable[[], int]:
@@ -78,16 +79,13 @@ def test_a_wait_raises_in_tests_also_where_another_thread_has_begun_the_task() -
 
 
 @pytest.mark.usefixtures("allowed")
-@pytest.mark.parametrize("make", [waits_for_own, waits_in_a_loop])
-def test_as_many_waits_as_threads_run_what_they_wait_for(
-    make: Callable[[IdleEndingThreads], Callable[[], int]],
-) -> None:
+def test_as_many_loops_as_threads_run_what_they_wait_for() -> None:
     pool = IdleEndingThreads("test", 3)
     all_here = threading.Barrier(3)
 
     def task() -> tuple[int, int]:
         all_here.wait(DEADLINE_S)
-        ran = make(pool)()
+        ran = waits_in_a_loop(pool)()
         all_here.wait(DEADLINE_S)  # A thread that ended sooner would be replaced by one of another number.
         return threading.get_ident(), ran
 
@@ -97,32 +95,14 @@ def test_as_many_waits_as_threads_run_what_they_wait_for(
 
 
 @pytest.mark.usefixtures("allowed")
-def test_a_task_that_another_thread_has_begun_is_waited_for() -> None:
-    pool = IdleEndingThreads("test", 2)
-    begun, may_end = threading.Event(), threading.Event()
-
-    def inner() -> int:
-        begun.set()
-        assert may_end.wait(DEADLINE_S)
-        return 7
-
-    def outer() -> int:
-        future = pool.submit(inner)
-        assert begun.wait(DEADLINE_S)
-        threading.Timer(0.05, may_end.set).start()
-        return future.result(DEADLINE_S)
-
-    assert pool.submit(outer).result(DEADLINE_S) == 7
-
-
-@pytest.mark.usefixtures("allowed")
 def test_errors_in_place_reach_the_wait() -> None:
     pool = IdleEndingThreads("test", 1)
 
-    def outer() -> BaseException | None:
-        return pool.submit(lambda: 1 // 0).exception(DEADLINE_S)
+    async def fail() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.get_running_loop().run_in_executor(pool, lambda: 1 // 0)
 
-    assert isinstance(pool.submit(outer).result(DEADLINE_S), ZeroDivisionError)
+    pool.submit(lambda: asyncio.run(fail())).result(DEADLINE_S)
 
 
 def test_a_task_may_hand_over_to_its_pool_and_wait_for_others() -> None:
