@@ -318,7 +318,6 @@ class PeriodicSaver:
 
     def _wait(self, timeout: float) -> None:
         if self._future is not None:
-            self._future._check_can_end()
             self._future._wait_done(timeout)
 
     def _is_due(self, step: int) -> bool:

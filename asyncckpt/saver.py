@@ -6,8 +6,7 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -241,7 +240,7 @@ class Saver(Closing):
         Beside training and saves, without a stall. The future says `skipped` of a step that is full, or gone by then.
         See asyncckpt.compact for what it does and raises. Of several ranks, rank 0 does it, and the others skip it.
         """
-        with self._using_directory():
+        with self._calls.one_more(self._check_open):
             begun = time.perf_counter()
             self._errors.raise_first()
             future = start_compaction(self._target, step)
@@ -265,7 +264,7 @@ class Saver(Closing):
         Returns a future; waiting for it is not needed. The state must not be resized until it is done. Raises
         SaveInProgressError on an event loop while a load is in flight.
         """
-        with self._using_directory():
+        with self._calls.one_more(self._check_open):
             return prepare_arena(self._target)
 
     @uninterrupted
@@ -332,7 +331,7 @@ class Saver(Closing):
         *,
         staged: bool,
     ) -> SaveFuture:
-        with self._using_directory():
+        with self._calls.one_more(self._check_open):
             ranks, begun = self._target.ranks, time.perf_counter()
             call = None if ranks is None else ranks.next_call()
             try:
@@ -351,12 +350,6 @@ class Saver(Closing):
             future.before_done(self._counts.add)
             self._target.tell_end(future, "save", begun)
             return future
-
-    @contextmanager
-    def _using_directory(self) -> Iterator[None]:
-        """Keep the directory open for a call; UsageError when it is closed."""
-        with self._calls.one_more(self._check_open):
-            yield
 
     def _wait_in_flight(self, timeout: float) -> None:
         """Wait for saves, and for retention, which goes on when a save has ended."""

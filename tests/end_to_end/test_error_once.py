@@ -25,6 +25,7 @@ from asyncckpt.engine.process import future as future_module
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.save_lock import OpenFutures
 from asyncckpt.errors import DeadlineError, FilterError, IOFailedError, SaveCancelledError
+from asyncckpt.signals import uninterrupted
 from tests.end_to_end.state import Gate
 
 DEADLINE_S = 60.0
@@ -238,17 +239,17 @@ def loses_when_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             return await real(self)
         finally:
-            self._take_unseen()
+            self._unseen = None
 
     monkeypatch.setattr(SaveFuture, "_wait", wait)
 
 
 def asks_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SaveFuture, "exception", lambda self, timeout=None: self._outcome(timeout)[1])
+    monkeypatch.setattr(SaveFuture, "exception", lambda self, timeout=None: self._wait_done(timeout)[1])
 
 
 def raises_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SaveFuture, "_take_unseen", lambda self: self._unseen)
+    monkeypatch.setattr(OpenFutures, "take_error", lambda self: self._futures[0]._unseen)
 
 
 def raises_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,9 +379,11 @@ def test_an_ask_that_a_signal_ends_takes_no_error_along(monkeypatch: pytest.Monk
     program.end_save()
     real = SaveFuture._wait_done
 
-    def wait_done(self: SaveFuture, *arguments: Any) -> None:
-        real(self, *arguments)
-        signal.raise_signal(signal.SIGINT)
+    def wait_done(self: SaveFuture, *arguments: Any) -> Any:
+        with uninterrupted:
+            ended = real(self, *arguments)
+            signal.raise_signal(signal.SIGINT)
+            return ended
 
     with monkeypatch.context() as patched:
         patched.setattr(SaveFuture, "_wait_done", wait_done)

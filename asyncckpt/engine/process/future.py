@@ -74,6 +74,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     """
 
     _pid = 0  # Until it is made.
+    _unseen: BaseException | None = None  # The error until somebody has got it; none of a cancelled save.
     _pending: Pending | None = None  # Of a save, what still copies the state.
 
     def __init__(self, *, step: int | None, path: Place, what: str, pools: Sequence[IdleEndingThreads] = ()) -> None:
@@ -116,7 +117,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
 
         None: SAVE_DEADLINE_S.
         """
-        result, error = self._outcome(timeout)
+        result, error = self._wait_done(timeout)
         self._unseen = None  # No signal handler runs from here on: one that has ended the wait has left the error.
         if error is not None:
             raise error
@@ -124,7 +125,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return the error, None when there is none. DeadlineError as `result`."""
-        _, error = self._outcome(timeout)
+        _, error = self._wait_done(timeout)
         self._unseen = None  # As in `result`.
         return error
 
@@ -176,7 +177,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             woken = asyncio.get_running_loop().create_future()  # It holds no error that nobody might retrieve.
             self._wake_when_done(woken)
             await asyncio.wait({woken}, timeout=SAVE_DEADLINE_S)
-        self._wait_done(SAVE_DEADLINE_S, until=0.0)
+        self._wait_done(None, until=0.0)
         return self.result(0)
 
     @uninterrupted
@@ -211,18 +212,18 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             raise
 
     @uninterrupted
-    def _outcome(self, timeout: float | None) -> tuple[T | None, BaseException | None]:
-        """Wait for the end; return the result and the error."""
-        check_timeout(timeout)
-        self._check_can_end()
-        self._wait_done(SAVE_DEADLINE_S if timeout is None else timeout)
-        assert self._end is not None
-        return self._end
+    def _wait_done(self, timeout: float | None, *, until: float | None = None) -> tuple[T | None, BaseException | None]:
+        """Wait for the end; return the result and the error, without noting that somebody has got it.
 
-    def _wait_done(self, timeout: float, *, until: float | None = None) -> None:
-        """Wait for the outcome without asking for it. DeadlineError after `timeout` s, which may have begun before."""
+        DeadlineError after `timeout` seconds (None: SAVE_DEADLINE_S), which may have begun before: they end at `until`.
+        """
+        check_timeout(timeout)
+        timeout = SAVE_DEADLINE_S if timeout is None else timeout
+        self._check_can_end()
         if not wait_until_done(self._inner, timeout if until is None else max(0.0, until - time.monotonic())):
             raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value)
+        assert self._end is not None
+        return self._end
 
     def _check_can_end(self) -> None:
         """Raise UsageError where a wait would have no end."""
@@ -291,14 +292,10 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         else:
             self.resolve(result)
 
-    def _take_unseen(self) -> BaseException | None:
-        """Return the error that nobody has got, for whoever raises or prints it now. Takes no lock."""
-        error, self._unseen = self._unseen, None
-        return error
-
     def __del__(self) -> None:
-        if self._pid == os.getpid() and (error := self._take_unseen()) is not None:
-            print(f"asyncckpt: {self!r} failed and nobody asked: {error}", file=sys.stderr)
+        if self._unseen is not None and self._pid == os.getpid():
+            print(f"asyncckpt: {self!r} failed and nobody asked: {self._unseen}", file=sys.stderr)
+            self._unseen = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._what}: {self._state.value}>"

@@ -285,11 +285,13 @@ class OpenFutures:
 
     def take_error(self) -> BaseException | None:
         """Return the oldest error that nobody has got, for whoever raises it now."""
+        error: BaseException | None = None
         if self._pid != os.getpid():  # The guard may be held by a thread that is not here.
             return None
         with self._guard:
             failed = next((future for future in self._futures if future._unseen is not None), None)
-            error = None if failed is None else failed._take_unseen()
+            if failed is not None:
+                error, failed._unseen = failed._unseen, None
             # Keep no future whose error somebody has: its traceback holds the whole save.
             self._futures = [one for one in self._futures if not one._inner.done() or one._unseen is not None]
         return error
@@ -302,11 +304,8 @@ class OpenFutures:
 
     def wait(self, timeout: float) -> None:
         """Wait until nothing is in flight, whatever comes of it. DeadlineError."""
-        in_flight = self._in_flight()
-        for future in in_flight:
-            future._check_can_end()
         until = time.monotonic() + timeout
-        for future in in_flight:
+        for future in self._in_flight():
             future._wait_done(timeout, until=until)
 
     def are_settled(self) -> bool:
