@@ -7,9 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from asyncckpt.engine.process.background import background
 from asyncckpt.pipeline.threads import IdleEndingThreads
-
-are_forbidden = True
 
 
 class _Watched(Future[Any]):
@@ -31,25 +30,21 @@ class _Watched(Future[Any]):
 
 
 def check_wait(pool: IdleEndingThreads) -> None:
-    if are_forbidden and pool.is_current_thread():
+    if pool.is_current_thread():
         raise RuntimeError(f"a thread of the pool {pool._name!r} waits for a task of that pool")
 
 
 def watch() -> None:
     """Let all pools refuse such waits from now on."""
-    real_submit, real_submit_behind = IdleEndingThreads.submit, IdleEndingThreads.submit_behind
+    real_submit = IdleEndingThreads.submit
 
     def submit(pool: IdleEndingThreads, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if asyncio._get_running_loop() is not None:
-            check_wait(pool)
-        return real_submit(pool, fn, *args, **kwargs)
-
-    def submit_behind(pool: IdleEndingThreads, call: Callable[[], Any]) -> Future[Any]:
-        future = real_submit_behind(pool, call)
+        if asyncio._get_running_loop() is not None and not background.is_current_thread():
+            check_wait(pool)  # Whoever runs the loop waits until it ends.
+        future = real_submit(pool, fn, *args, **kwargs)
         future.__class__ = _Watched
         assert isinstance(future, _Watched)
         future.pool = pool
         return future
 
     IdleEndingThreads.submit = submit  # type: ignore[method-assign]
-    IdleEndingThreads.submit_behind = submit_behind  # type: ignore[method-assign]

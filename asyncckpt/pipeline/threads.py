@@ -10,8 +10,7 @@ a handler of the exit, runs in place. Before, it runs on new threads, which nobo
 thread that is still inside of torch when the interpreter is gone would end the process with SIGABRT.
 
 Nothing that runs on such a pool waits for that pool: if all of its threads did so, none would ever go on. The test
-suite forbids it. What an event loop on a thread of the pool submits to it runs in place: a callback of the user may run
-such a loop.
+suite forbids it, and `check_may_wait` refuses it to what the user runs there.
 
 Nobody waits for a thread to begin: that takes 0.1 ms on an idle machine, milliseconds where training has all cores. But
 from the end of the interpreter on, all do: it joins only what has begun, and a thread may start the next one and end.
@@ -19,7 +18,6 @@ from the end of the interpreter on, all do: it joins only what has begun, and a 
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import threading
 import time
@@ -57,15 +55,7 @@ class IdleEndingThreads(Executor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run fn(*args, **kwargs) on one of the threads. IOFailedError when there is none and none can be started."""
-        if self.is_current_thread() and asyncio._get_running_loop() is not None:
-            task = _Task(partial(fn, *args, **kwargs))
-            task.run()  # Whoever runs the loop waits until it ends.
-            return task.future
-        return self.submit_behind(partial(fn, *args, **kwargs))
-
-    def submit_behind(self, call: Callable[[], T]) -> Future[T]:
-        """Run it on one of the threads, never in place: on a thread of the pool nobody may wait for it."""
-        task = _Task(call)
+        task = _Task(partial(fn, *args, **kwargs))
         with Guard():  # Of this call alone: what runs in it cannot wait for a thread that is not started yet.
             thread: _Thread | None = None
             with self._guard:

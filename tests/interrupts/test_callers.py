@@ -30,7 +30,6 @@ from asyncckpt.engine.save import start_save
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
 from asyncckpt.tables import table_lock
-from tests import own_waits
 from tests.interrupts.public_calls import DEADLINE_S, World, calls
 
 AT_ONCE_S = 8.0  # Far below the deadlines of the waits, far above what a slow machine needs.
@@ -82,8 +81,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     for module in (saver_module, start_save):
         monkeypatch.setattr(module, "SAVE_DEADLINE_S", DEADLINE_S)
     monkeypatch.setattr(table_lock, "TABLE_WAIT_S_MAX", DEADLINE_S)
-    # What a filter calls may use the pool of its thread, which runs that in place: it is not the library that waits.
-    monkeypatch.setattr(own_waits, "are_forbidden", False)
     made = World(tmp_path)
     yield made
     made.close()

@@ -91,7 +91,7 @@ class Background:
                     self._wake()
             if is_first:
                 try:
-                    _loop_thread.submit_behind(self._run)  # Also for a destructor that runs while the loop is closed.
+                    _loop_thread.submit(self._run)  # Also for a destructor that runs while the loop is closed.
                 except BaseException as error:
                     self.withdraw(job)
                     self._fail_all(error)
