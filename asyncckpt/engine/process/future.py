@@ -89,9 +89,6 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._guard = Guard()
         self._state = FutureState.STAGED
         self._end: tuple[T | None, BaseException | None] | None = None
-        self._unseen: BaseException | None = (
-            None  # The error until somebody has got it; never that of a cancelled save.
-        )
         self._before_done: list[EndFunction] = []
         self._driven: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, T]] = {}
         self.native_progress = Progress()

@@ -272,7 +272,7 @@ class RunningCalls:
 
 
 class OpenFutures:
-    """The futures of one Saver that have not ended, or have an error that nobody has got. In a forked child none."""
+    """The futures of one Saver that have not ended, or have an error that nobody has got. A forked child has none."""
 
     def __init__(self) -> None:
         self._guard = Guard()
@@ -285,9 +285,9 @@ class OpenFutures:
 
     def take_error(self) -> BaseException | None:
         """Return the oldest error that nobody has got, for whoever raises it now."""
-        error: BaseException | None = None
-        if self._pid != os.getpid():  # The guard may be held by a thread that is not here.
+        if self._pid != os.getpid():
             return None
+        error: BaseException | None = None
         with self._guard:
             failed = next((future for future in self._futures if future._unseen is not None), None)
             if failed is not None:

@@ -30,7 +30,7 @@ from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.write_manifest import BodyTemplate
 from asyncckpt.model.block import TableFacts
-from asyncckpt.model.event import Recorder, unix_time
+from asyncckpt.model.event import Recorder
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, U8
 from asyncckpt.options import SaveOptions
@@ -194,7 +194,7 @@ class SaveJob:
     def times(self) -> SaveTimes:
         """Return what the manifest says of the time this save has taken. Called when the shard files are written."""
         return SaveTimes(
-            called_us=max(0, round(1e6 * unix_time(self.begun))),
+            called_us=max(0, round(1e6 * time.time()) - self.since_call_us()),
             stall_us=None if self.staged is None else round(1e6 * self.stall_seconds),
             begun_us=self.begun_us,
             written_us=self.since_call_us(),
