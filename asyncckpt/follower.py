@@ -28,7 +28,7 @@ import torch
 from asyncckpt.adapters import tables_of
 from asyncckpt.engine.follow.cursor import CursorFile, SeenStep
 from asyncckpt.engine.follow.table_update import OpenUpdate, TableUpdate, find_update, seen_step
-from asyncckpt.engine.process.background import workers
+from asyncckpt.engine.process.background import check_may_wait, workers
 from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.errors import DeadlineError, UsageError
@@ -316,7 +316,8 @@ def _begun(ticket: Ticket, work: Callable[[], T]) -> concurrent.futures.Future[T
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    """Run a function on a worker thread, to its end."""
+    """Run a function on a worker thread, to its end. UsageError in a loop that runs on a thread of the background."""
+    check_may_wait("a follower")
     with uninterrupted:
         future = workers.submit(function)
     return await _end_of(future)

@@ -8,7 +8,7 @@ a lock. What they call may want the same lock, or wait for a thread that does. S
 3. Finalizers of this library must not fail. They enter by `again`, and do there only what is right in the middle of
    what others do under that guard; or they leave the work to whoever holds it (storage/owner_lock.py).
 4. Whoever has to start a thread for what others wait for does so outside of every guard, for that thread may need
-   them before it says that it has begun; but as if holding one (`not_waiting`).
+   them before it says that it has begun; but within one of its own, so that what runs meanwhile waits for nobody.
 5. In a forked child all guards are free: the threads that held them are not there.
 6. While the main thread holds a guard, handlers of signals are put off (signals.py): an interrupt leaves none held.
 """
@@ -44,7 +44,7 @@ class Guard(_OwnedLock):  # type: ignore[misc]  # The stubs call it final, which
 
     def __enter__(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it. UsageError on the thread that holds it."""
-        if self.is_held_here():
+        if self._is_owned():  # type: ignore[attr-defined]  # As Condition asks.
             raise UsageError("the library was called in the middle of a call on the same thread", hint=_HINT)
         uninterrupted.__enter__()
         is_taken = False
@@ -73,7 +73,7 @@ class Guard(_OwnedLock):  # type: ignore[misc]  # The stubs call it final, which
 
     def is_held_here(self) -> bool:
         """Return whether the current thread holds it."""
-        held: bool = self._is_owned()  # type: ignore[attr-defined]  # As Condition asks.
+        held: bool = self._is_owned()  # type: ignore[attr-defined]
         return held
 
 
@@ -86,11 +86,6 @@ def check_holds_none(what: str, *, but: Guard | None = None) -> None:
         guard = reference()
         if guard is not None and guard is not but and guard.is_held_here():
             raise UsageError(f"waiting for {what} in the middle of another call may have no end", hint=_HINT)
-
-
-def not_waiting() -> Guard:
-    """Return a guard that nobody else asks for: in its block, waits for other threads are refused on this one."""
-    return Guard()
 
 
 def _free_all() -> None:

@@ -21,7 +21,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -124,10 +124,7 @@ class PeriodicSaver:
         try:
             if is_due:  # Whatever becomes of errors of saves: this one would not be of any step.
                 self._saver._target.check_whole()
-            self._collect()
-            if save:  # Saves that were queued are more than the one that was looked at.
-                for error in self._errors_so_far():
-                    self._handle(error)
+            self._handle_all(self._take_errors())
         except BaseException as error:
             if is_due:
                 self._saver._leave_out_call(error)
@@ -181,7 +178,7 @@ class PeriodicSaver:
         """Wait for the save in flight and report its error. DeadlineError after `timeout` seconds."""
         check_timeout(timeout)
         self._wait(SAVE_DEADLINE_S if timeout is None else timeout)
-        self._collect()
+        self._handle_all(self._take_errors())
 
     def statistics(self) -> PeriodicStatistics:
         return self._statistics
@@ -201,7 +198,7 @@ class PeriodicSaver:
         with closing_beside(error, "the last periodic save failed"):
             await asyncio.to_thread(self._wait, SAVE_DEADLINE_S)
             if not self._is_last_to_save(error):
-                self._collect()
+                self._handle_all(self._take_errors())
                 return
             with self._handling(), self._reporting():
                 await self._saver.when_free()
@@ -212,7 +209,7 @@ class PeriodicSaver:
         """Wait for what is in flight, and save the last step unless that has done so. error: what ends the loop."""
         self._wait(SAVE_DEADLINE_S)
         if not self._is_last_to_save(error):
-            self._collect()
+            self._handle_all(self._take_errors())
             return
         with self._handling():
             self._save_last(self._last_of_loop(self._interruption(error)))
@@ -305,32 +302,22 @@ class PeriodicSaver:
     @contextmanager
     def _reporting(self) -> Iterator[None]:
         """Report errors of earlier saves behind this block, which makes another one; or as causes of its error."""
-        earlier = self._errors_so_far()
+        earlier = self._take_errors()
         try:
             yield
         except CheckpointError as error:
             self._count(failed_count=1)
             _chain(error, *earlier)
             raise
-        if self._on_error == "raise":
-            _chain(*earlier)
-        for other in earlier:
-            self._handle(other)
+        self._handle_all(earlier)
 
-    def _errors_so_far(self) -> list[BaseException]:
-        """Take all errors of earlier saves that nobody has got: the next call on the Saver would raise them."""
-        error = self._outcome()
-        errors = [] if error is None else [error]
-        while True:
-            try:
-                self._saver._errors.raise_first()
-                return errors
-            except Exception as other:
-                errors.append(other)
+    def _take_errors(self) -> list[BaseException]:
+        """Return the errors of saves that nobody has got: the next call on the Saver would raise the first."""
+        self._note_outcome()
+        return list(iter(self._saver._errors.take_error, None))
 
     def _wait(self, timeout: float) -> None:
         if self._future is not None:
-            self._future._check_can_end()
             self._future._wait_done(timeout)
 
     def _is_due(self, step: int) -> bool:
@@ -339,29 +326,27 @@ class PeriodicSaver:
         assert self._every_seconds is not None
         return self._clock() - self._last_time >= self._every_seconds
 
-    def _collect(self) -> None:
-        """Take the outcome of the last save if it is done, and report its error."""
-        error = self._outcome()
-        if error is not None:
-            self._handle(error)
-
-    def _outcome(self) -> BaseException | None:
-        """Take the outcome of the last save if it is done; return its error, if nobody has it already."""
+    def _note_outcome(self) -> None:
+        """Count the last save if it is done."""
         future = self._future
         if future is None or not future.done():
-            return None
+            return
         self._future = None
         error = future._inner.exception(0)
         if isinstance(error, SaveCancelledError):
-            return None  # By whoever has the future; that is no failure.
+            return  # By whoever has the future; that is no failure.
         if error is not None:
             self._count(failed_count=1)
-            return None if future._claim.take() is None else error
-        if future.result().skipped:  # By another rank.
+        elif future.result().skipped:  # By another rank.
             self._count(begun_count=-1, skipped_count=1)
         else:
             self._committed(future.result())
-        return None
+
+    def _handle_all(self, errors: Sequence[BaseException]) -> None:
+        if self._on_error == "raise":
+            _chain(*errors)
+        for error in errors:
+            self._handle(error)
 
     def _handle(self, error: BaseException) -> None:
         if self._on_error == "raise":

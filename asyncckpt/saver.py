@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from asyncckpt.engine.open_saver import (
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.event_loop import Closing
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.engine.process.in_flight import OpenErrors, RunningCalls, SaveCounts
+from asyncckpt.engine.process.save_lock import OpenFutures, RunningCalls, SaveCounts
 from asyncckpt.engine.save.save_job import SaveCall
 from asyncckpt.engine.save.start_save import encode_metadata, start_save
 from asyncckpt.errors import DeadlineError, UsageError
@@ -158,7 +157,7 @@ class Saver(Closing):
             )
             check_all_taken(asked.state, asked.tables.values(), hint=LEFT_OUT_HINT)
             features = make_features(asked)
-        self._errors, self._counts, self._calls = OpenErrors(), SaveCounts(), RunningCalls()
+        self._errors, self._counts, self._calls = OpenFutures(), SaveCounts(), RunningCalls()
         self._closed, self._pid = False, os.getpid()
         opened = open_saver(asked, features)
         self._target, self._lock, self._finalizer = opened.target, opened.lock, opened.finalizer
@@ -214,7 +213,7 @@ class Saver(Closing):
         Beside training and saves, without a stall. The future says `skipped` of a step that is full, or gone by then.
         See asyncckpt.compact for what it does and raises. Of several ranks, rank 0 does it, and the others skip it.
         """
-        with self._using_directory():
+        with self._calls.one_more(self._check_open):
             begun = time.perf_counter()
             self._errors.raise_first()
             from asyncckpt.engine.compact.run_compaction import start_compaction
@@ -242,7 +241,7 @@ class Saver(Closing):
         """
         from asyncckpt.engine.save.prepare import prepare_arena
 
-        with self._using_directory():
+        with self._calls.one_more(self._check_open):
             return prepare_arena(self._target)
 
     @uninterrupted
@@ -311,7 +310,7 @@ class Saver(Closing):
         *,
         staged: bool,
     ) -> SaveFuture:
-        with self._using_directory():
+        with self._calls.one_more(self._check_open):
             ranks, begun = self._ranks, time.perf_counter()
             number = None if ranks is None else ranks.next_call()
             try:
@@ -341,12 +340,6 @@ class Saver(Closing):
             target = self._target
             ended = self._events.ended(name, step=future.step, begun=begun, path=target.root.path, rank=target.rank)
             future.before_done(ended)
-
-    @contextmanager
-    def _using_directory(self) -> Iterator[None]:
-        """Keep the directory open for a call; UsageError when it is closed."""
-        with self._calls.one_more(self._check_open):
-            yield
 
     def _wait_in_flight(self, timeout: float) -> None:
         """Wait for saves, and for retention, which goes on when a save has ended."""

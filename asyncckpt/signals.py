@@ -62,7 +62,6 @@ class Uninterrupted:
         self._noted: list[int] = []
         self._late: list[BaseException] = []  # What handlers have raised while others were put off.
         self._noter = self._note
-        self._undo: list[Callable[[], object]] = []  # What a handler that raises undoes, see if_raised.
 
     def __enter__(self) -> None:
         if threading.get_ident() == self._main:
@@ -104,9 +103,6 @@ class Uninterrupted:
             given_up.release()
         try:
             self._handle()
-        except BaseException:
-            self._undo_all()
-            raise
         finally:
             if given_up is not None:
                 given_up.acquire()
@@ -114,11 +110,6 @@ class Uninterrupted:
             raise UsageError(
                 "a signal handler forked a child, which goes on with its parent's call", hint="end it in the handler"
             )
-
-    def if_raised(self, undo: Callable[[], object]) -> None:
-        """Call `undo` if a handler raises in this block, or at the end of the outermost: its result is lost then."""
-        if self._depth and threading.get_ident() == self._main:
-            self._undo.append(undo)
 
     def _put_off(self) -> None:
         for number in _NUMBERS:
@@ -145,16 +136,10 @@ class Uninterrupted:
                 self._set_back.pop()
             self._depth = 0
         except BaseException:  # A signal came that is not put off any more.
-            self._undo_all()
             self._end()
             raise
-        undo, self._undo = self._undo, []  # Handlers may have blocks of their own.
-        try:
+        if self._noted or self._late:
             self._handle()
-        except BaseException:
-            for call in undo:
-                call()
-            raise
 
     def _handle(self) -> None:
         handlers = {number: handler for number, handler, _ in self._set_back}
@@ -171,15 +156,10 @@ class Uninterrupted:
         if self._late:
             raise self._late.pop()
 
-    def _undo_all(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
     def _renew_in_child(self) -> None:
         """End the block, whose thread may not be here: what is asked to end the child shall be heard."""
         self._main = threading.get_ident()
         self._noted.clear()
-        self._undo.clear()
         self._late.clear()
         self._end()
 

@@ -157,7 +157,7 @@ def floors_of(parameters: int, path: Path) -> dict[str, float]:
 
     with open_root(path) as root:
         for _ in range(CALLS):
-            task = timed("start a thread", IdleEndingThreads("asyncckpt-floor", 1).submit_behind, int)
+            task = timed("start a thread", IdleEndingThreads("asyncckpt-floor", 1).submit, int)
             timed("look what is committed", lambda: is_committed(root, committed_steps(root)[-1] + 1))
             task.result(WAIT_S)
     walk, of_module = KeptWalk(), f"module of {parameters:,} parameters, AdamW: "

@@ -174,10 +174,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def forbid_own_waits() -> None:
-    """A thread of a pool that waits for a task of that pool is a bug, also where the pool mends it."""
-    from asyncckpt.pipeline.threads import IdleEndingThreads  # Here, for what is collected may set the environment.
+    """Here, for what is collected may set the environment."""
+    from tests.own_waits import watch
 
-    IdleEndingThreads.forbids_own_waits = True
+    watch()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,16 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
     real_task, real_job, real_thread = threads._Task.run, background._run_job, threading.Thread.run
     real_begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
-    def run_task(task: threads._Task[Any]) -> None:
+    def run_task(task: threads._Task) -> None:
         nap()
-        call = task._call  # What it holds is held until then.
+        call = task.call  # What it holds is held until then.
         real_task(task)
         nap()
         del call
 
-    async def run_job(job: background.Job) -> None:
+    async def run_job(*arguments: Any) -> None:
         nap()
-        await real_job(job)
+        await real_job(*arguments)
         nap()
 
     def run_thread(thread: threading.Thread) -> None:

@@ -9,8 +9,8 @@ From Python 3.12 on, no thread can be started any more once the interpreter has 
 a handler of the exit, runs in place. Before, it runs on new threads, which nobody else joins: a last handler does. A
 thread that is still inside of torch when the interpreter is gone would end the process with SIGABRT.
 
-Nothing that runs on such a pool waits for that pool: if all of its threads did so, none would ever go on. A wait for
-a task of the own pool, by its Future or by an event loop, runs the task in place; the test suite forbids it.
+Nothing that runs on such a pool waits for that pool: if all of its threads did so, none would ever go on. The test
+suite forbids it, and `check_may_wait` refuses it to what the user runs there.
 
 Nobody waits for a thread to begin: that takes 0.1 ms on an idle machine, milliseconds where training has all cores. But
 from the end of the interpreter on, all do: it joins only what has begun, and a thread may start the next one and end.
@@ -18,7 +18,6 @@ from the end of the interpreter on, all do: it joins only what has begun, and a 
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import threading
 import time
@@ -26,12 +25,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from asyncckpt.errors import IOFailedError
-from asyncckpt.guard import Guard, not_waiting
-from asyncckpt.signals import STEP_S, uninterrupted
+from asyncckpt.guard import Guard
+from asyncckpt.signals import STEP_S
 from asyncckpt.system import register_at_fork
 
 P = ParamSpec("P")
@@ -47,9 +47,6 @@ _ends = threading.Event()  # Set when the interpreter begins to end.
 class IdleEndingThreads(Executor):
     """At most `threads_max` threads, made when there is work, gone when there is none."""
 
-    # Whether a wait for a task of the own pool raises RuntimeError instead of running the task in place.
-    forbids_own_waits: ClassVar[bool] = False
-
     def __init__(self, name: str, threads_max: int) -> None:
         self._name = name
         self._threads_max = threads_max
@@ -58,17 +55,8 @@ class IdleEndingThreads(Executor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run fn(*args, **kwargs) on one of the threads. IOFailedError when there is none and none can be started."""
-        if self.is_current_thread() and asyncio._get_running_loop() is not None:
-            self._check_own_wait()  # Whoever runs the loop waits until it ends.
-            task: _Task[T] = _Task(self, partial(fn, *args, **kwargs))
-            task.run()
-            return task
-        return self.submit_behind(partial(fn, *args, **kwargs))
-
-    def submit_behind(self, call: Callable[[], T]) -> Future[T]:
-        """Run it on one of the threads, never in place: on a thread of the pool nobody may wait for it."""
-        task = _Task(self, call)
-        with uninterrupted, not_waiting():
+        task = _Task(partial(fn, *args, **kwargs))
+        with Guard():  # Of this call alone: what runs in it cannot wait for a thread that is not started yet.
             thread: _Thread | None = None
             with self._guard:
                 self._waiting.append(task)
@@ -77,29 +65,14 @@ class IdleEndingThreads(Executor):
                     self._threads.add(thread)
             if thread is not None:
                 self._start(thread, task)
-        return task
+        return task.future
 
     def is_current_thread(self) -> bool:
         """Return whether the current thread is one of this pool, even if it has not come to a task yet."""
         own = threading.get_ident()
         return any(thread.ident == own for thread in self._threads.copy())
 
-    def run_if_own(self, task: _Task[Any]) -> None:
-        """Run a task in place if a thread of this pool is about to wait for it and no other one has begun it."""
-        if not self.is_current_thread() or task.done():
-            return
-        self._check_own_wait()
-        with self._guard:
-            if task not in self._waiting:
-                return
-            self._waiting.remove(task)
-        task.run()
-
-    def _check_own_wait(self) -> None:
-        if self.forbids_own_waits:
-            raise RuntimeError(f"a thread of the pool {self._name!r} waits for a task of that pool")
-
-    def _start(self, thread: _Thread, task: _Task[Any]) -> None:
+    def _start(self, thread: _Thread, task: _Task) -> None:
         """Start a listed thread; raise when it cannot be started and no other one can do the task.
 
         Outside the guard: this waits for the new thread, and a destructor that runs there may use the pool.
@@ -141,7 +114,7 @@ class IdleEndingThreads(Executor):
 
     def _start_anew(self) -> None:
         self._guard = Guard()
-        self._waiting: deque[_Task[Any]] = deque()
+        self._waiting: deque[_Task] = deque()
         self._threads: set[_Thread] = set()
 
 
@@ -165,37 +138,28 @@ class _Begun(threading.Event):
         return self.is_set()
 
 
-class _Task(Future[T]):
+@dataclass(eq=False)
+class _Task:
     """A call on a pool, and its outcome."""
 
-    def __init__(self, pool: IdleEndingThreads, call: Callable[[], T]) -> None:
-        super().__init__()
-        self._pool = pool
-        self._call: Callable[[], T] | None = call
+    call: Callable[[], Any] | None
+    future: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
-        call, self._call = self._call, None  # What it holds is let go with it.
+        call, self.call = self.call, None  # What it holds is let go with it.
         assert call is not None, "a task runs once"
-        if not self.set_running_or_notify_cancel():
+        if not self.future.set_running_or_notify_cancel():
             return
         try:
             result = call()
         except BaseException as error:
-            self.set_exception(error)
+            self.future.set_exception(error)
         else:
-            self.set_result(result)
+            self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        if self.set_running_or_notify_cancel():
-            self.set_exception(error)
-
-    def result(self, timeout: float | None = None) -> T:
-        self._pool.run_if_own(self)
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._pool.run_if_own(self)
-        return super().exception(timeout)
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 def _is_exiting() -> bool:

@@ -65,7 +65,6 @@ class RunningSave:
         future, saver = self._future, self._saver
         with self._errors():
             if future is not None and self._pid == os.getpid():
-                future._check_can_end()
                 future._wait_done(self.deadline_s)
                 if saver is not None:
                     saver._end()

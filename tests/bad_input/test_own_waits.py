@@ -269,6 +269,23 @@ def test_what_interrupts_the_start_of_a_load_cannot_wait_for_it(
     assert answers[0] < AT_ONCE_S
 
 
+def test_a_filter_that_follows_is_refused(tmp_path: Path) -> None:
+    """Were all workers to wait for a worker so, none would go on."""
+    state = {"x": torch.ones(3)}
+    answers: list[tuple[Any, float]] = []
+
+    def follow(blocks: Any) -> Any:
+        begun = time.monotonic()
+        with pytest.raises(UsageError) as refused:
+            asyncio.run(follow_one(tmp_path, state))
+        answers.append((refused.value, time.monotonic() - begun))
+        return blocks
+
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=follow) as saver:
+        saver.save_async(1).result(DEADLINE_S)
+    assert_refused(answers[0])
+
+
 async def in_place(function: Callable[[], Any]) -> Any:
     """Run what a follower runs on a worker; only its loads are interrupted here."""
     return function()

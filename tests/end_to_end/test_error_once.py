@@ -1,4 +1,7 @@
-"""An error comes out at exactly one place, whatever waits, gives up, is cancelled, closed or dropped meanwhile."""
+"""A future raises its error to all who ask. What nobody has got is raised once by the Saver, or else printed.
+
+Whatever waits, gives up, is cancelled, closed or dropped meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from hypothesis import strategies as st
 
 import asyncckpt
 from asyncckpt.engine.process import future as future_module
-from asyncckpt.engine.process.error_claim import ErrorClaim
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.engine.process.in_flight import OpenErrors
+from asyncckpt.engine.process.save_lock import OpenFutures
 from asyncckpt.errors import DeadlineError, FilterError, IOFailedError, SaveCancelledError
+from asyncckpt.signals import uninterrupted
 from tests.end_to_end.state import Gate
 
 DEADLINE_S = 60.0
@@ -36,7 +39,7 @@ class Program:
         self.came_out: list[str] = []
         self.loop = asyncio.new_event_loop()
         self.other_loop = asyncio.new_event_loop()
-        self.errors = OpenErrors()
+        self.errors = OpenFutures()
         self.future = SaveFuture(step=1, path=Path("nowhere"), what="save of step 1")
         self.errors.watch(self.future)
         self.tasks: list[asyncio.Task[Any]] = []
@@ -65,11 +68,10 @@ class Program:
 
     def result_on_a_thread(self) -> None:
         thread = threading.Thread(target=self._ask, args=(lambda: self.future.result(DEADLINE_S),))
-        asking = self.future._claim._threads_count
         thread.start()
         self.threads.append(thread)
-        while not self.future.done() and self.future._claim._threads_count == asking:
-            pass
+        if self.future.done():
+            thread.join(DEADLINE_S)
 
     async def _await(self, awaitable: Any) -> None:
         try:
@@ -95,6 +97,9 @@ class Program:
     def awaited_and_cancelled_a_turn_later(self) -> None:
         """When what the end of the save wakes has been woken, and has not run yet."""
         self.loop.call_soon(self._start(self.future).cancel)
+
+    def awaited_and_cancelled_two_turns_later(self) -> None:
+        self.loop.call_soon(self.loop.call_soon, self._start(self.future).cancel)
 
     def task_of_it_cancelled_before_it_runs(self) -> None:
         self.loop.create_task(self.future).cancel()
@@ -139,10 +144,16 @@ class Program:
     def turn(self) -> None:
         self.loop.run_until_complete(asyncio.sleep(0))
 
+    def turns(self) -> None:
+        """Let tasks that were woken come to their end."""
+        for _ in range(3):
+            self.turn()
+
     def end_save(self) -> None:
         thread = threading.Thread(target=self.future.fail, args=(self.error,))
         thread.start()
-        thread.join(DEADLINE_S)
+        for asking in (thread, *self.threads):
+            asking.join(DEADLINE_S)
 
     def run(self, before: Sequence[str], after: Sequence[str]) -> list[str]:
         with contextlib.closing(self.loop), contextlib.closing(self.other_loop):
@@ -162,7 +173,7 @@ class Program:
                     task.result()
             said = io.StringIO()
             with contextlib.redirect_stderr(said):
-                self.future._report()  # As at exit, or when it is collected.
+                self.future.__del__()  # As at exit, or when it is collected.
             self.came_out += ["printed"] * said.getvalue().count("failed and nobody asked")
             for task in self.abandoned:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -180,7 +191,7 @@ REPORTS = ["next_save", "wait_idle_or_close"]
 
 
 def check(came_out: list[str], *, cancelled: bool) -> None:
-    """It comes out where somebody asks, however often; or else at one place, once."""
+    """It comes out where somebody asks, however often; and where nobody has asked before, at one place, once."""
     first, *further = came_out or [""]
     if cancelled:
         assert set(came_out) <= {"asked"}
@@ -200,14 +211,14 @@ def run(before: Sequence[str], after: Sequence[str], cancelled: bool) -> None:
     after=st.lists(st.sampled_from(ASKERS + REPORTS), max_size=4),
     cancelled=st.booleans(),
 )
-def test_an_error_comes_out_once(before: list[str], after: list[str], cancelled: bool) -> None:
+def test_an_error_comes_out(before: list[str], after: list[str], cancelled: bool) -> None:
     run(before, after, cancelled)
 
 
 SHORT = [(before, after, cancelled) for before in ASKERS for after in ASKERS + REPORTS for cancelled in (False, True)]
 
 
-def test_an_error_comes_out_once_of_all_short_programs() -> None:
+def test_an_error_comes_out_of_all_short_programs() -> None:
     for before, after, cancelled in SHORT:
         run([before], [after], cancelled)
 
@@ -215,43 +226,43 @@ def test_an_error_comes_out_once_of_all_short_programs() -> None:
 @pytest.mark.parametrize("asker", ASKERS)
 @pytest.mark.parametrize("report", REPORTS)
 def test_what_an_asker_leaves_is_raised_by_the_next_call(asker: str, report: str) -> None:
-    came_out = Program(IOFailedError("disk on fire")).run([asker], ["turn", report])
+    came_out = Program(IOFailedError("disk on fire")).run([asker], ["turns", report])
     asks = {"result_on_a_thread", "awaited", "task_of_it", "callback_that_asks"}
     assert came_out == (["asked"] if asker in asks else ["raised"])
 
 
-def claims_when_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def loses_when_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """An await that is cancelled takes the error along when the save has ended meanwhile."""
-    real = ErrorClaim.until_done
+    real = SaveFuture._wait
 
-    async def until_done(self: ErrorClaim, *arguments: Any) -> None:
+    async def wait(self: SaveFuture) -> Any:
         try:
-            await real(self, *arguments)
+            return await real(self)
         finally:
-            if self._inner.done():
-                self.claim()
+            self._unseen = None
 
-    monkeypatch.setattr(ErrorClaim, "until_done", until_done)
+    monkeypatch.setattr(SaveFuture, "_wait", wait)
 
 
-def counts_no_askers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ErrorClaim, "take", lambda self: self._inner.exception(0) if self.is_open else None)
+def asks_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SaveFuture, "exception", lambda self, timeout=None: self._wait_done(timeout)[1])
+
+
+def raises_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenFutures, "take_error", lambda self: self._futures[0]._unseen)
 
 
 def raises_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_open(self: ErrorClaim) -> bool:
-        return not self._is_claimed and self._inner.done()
-
-    monkeypatch.setattr(ErrorClaim, "is_open", property(is_open))
+    monkeypatch.setattr(future_module, "SaveCancelledError", ())
 
 
-@pytest.mark.parametrize("plant", [claims_when_done, counts_no_askers, raises_cancelled])
+@pytest.mark.parametrize("plant", [loses_when_cancelled, asks_unseen, raises_always, raises_cancelled])
 def test_what_loses_or_repeats_it_is_found(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_an_error_comes_out_once_of_all_short_programs()
+        test_an_error_comes_out_of_all_short_programs()
 
 
 # -- with real saves ---------------------------------------------------------------------------------------------------
@@ -337,6 +348,20 @@ def test_the_error_of_a_load_nobody_asks_for_is_printed(tmp_path: Path, printed:
     assert printed("nobody asked").count("load: failed> failed and nobody asked") == 1
 
 
+@pytest.mark.parametrize("ask", ["result", "exception"])
+def test_two_threads_that_ask_at_once_both_get_it(ask: str) -> None:
+    program = Program(IOFailedError("disk on fire"))
+    for _ in range(2):
+        program.result_on_a_thread()
+    program.end_save()
+    program.next_save()
+    assert program.came_out == ["asked", "asked"]
+    getattr(program, ask)()
+    assert program.came_out == ["asked"] * 3
+    program.loop.close()
+    program.other_loop.close()
+
+
 def test_a_callback_that_waits_for_the_closing_thread_stops_nobody(tmp_path: Path) -> None:
     gate, closed = FailingGate(), threading.Event()
     saver = asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(9)}, filter_func=gate)
@@ -354,9 +379,11 @@ def test_an_ask_that_a_signal_ends_takes_no_error_along(monkeypatch: pytest.Monk
     program.end_save()
     real = SaveFuture._wait_done
 
-    def wait_done(self: SaveFuture, *arguments: Any) -> None:
-        real(self, *arguments)
-        signal.raise_signal(signal.SIGINT)
+    def wait_done(self: SaveFuture, *arguments: Any) -> Any:
+        with uninterrupted:
+            ended = real(self, *arguments)
+            signal.raise_signal(signal.SIGINT)
+            return ended
 
     with monkeypatch.context() as patched:
         patched.setattr(SaveFuture, "_wait_done", wait_done)

@@ -27,7 +27,6 @@ from asyncckpt import saver as saver_module
 from asyncckpt.commit.attempt import claims
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save import start_save
-from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
 from asyncckpt.tables import table_lock
@@ -82,8 +81,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     for module in (saver_module, start_save):
         monkeypatch.setattr(module, "SAVE_DEADLINE_S", DEADLINE_S)
     monkeypatch.setattr(table_lock, "TABLE_WAIT_S_MAX", DEADLINE_S)
-    # What a filter calls may use the pool of its thread, which runs that in place: it is not the library that waits.
-    monkeypatch.setattr(IdleEndingThreads, "forbids_own_waits", False)
     made = World(tmp_path)
     yield made
     made.close()
@@ -353,5 +350,5 @@ def test_every_public_function_is_called(world: World) -> None:
 
 
 # Of a future, what the engine and asyncio call.
-ENGINE_ONLY = {"enter", "expect_bytes", "resolve", "fail", "end_with", "take_unclaimed_error", "skip", "expect_copies",
+ENGINE_ONLY = {"enter", "expect_bytes", "resolve", "fail", "end_with", "skip", "expect_copies",
                "expect_upload", "before_done", "mark_staged", "send", "throw", "close"}  # fmt: skip

@@ -27,7 +27,7 @@ OTHERS = {
     "guard.py": "it is made of one",
     "commit/retention.py": "taken on threads on which nothing else runs; renewed in children",
     "tables/table_lock.py": "any thread may release it; refused on the thread that holds it, renewed in children",
-    "engine/process/in_flight.py": "re-entrant, and only a list of callers is changed under it",
+    "engine/process/save_lock.py": "re-entrant, and only a list of callers is changed under it",
     "observe/serve.py": "one look at a directory at a time, by the server's threads alone",
     "system.py": "where there is no pread (Windows), around two system calls; no finalizer reads or writes so",
     "tables/undo_log.py": "taken only by who holds the table, and by the background; no child uses it",

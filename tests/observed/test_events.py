@@ -16,7 +16,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.engine.features import event_line
-from asyncckpt.engine.process.in_flight import SaveCounts
+from asyncckpt.engine.process.save_lock import SaveCounts
 from asyncckpt.events import Event, all_of, log_events, outcome
 from asyncckpt.options import RankOptions
 
@@ -339,7 +339,7 @@ NEVER_RETURNS = """
 import threading, torch, asyncckpt
 import asyncckpt.saver
 from asyncckpt.engine.features import event_line
-from asyncckpt.engine.process.in_flight import SaveCounts
+from asyncckpt.engine.process.save_lock import SaveCounts
 event_line.EVENTS_WAIT_S = 0.1
 debug = asyncckpt.DebugOptions(on_event=lambda event: threading.Event().wait())
 saver = asyncckpt.Saver(path={path!r}, tensors={{"w": torch.ones(3)}}, debug=debug)

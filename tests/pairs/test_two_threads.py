@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from asyncckpt.commit.attempt import Claims
-from asyncckpt.engine.process.in_flight import RunningCalls
-from asyncckpt.engine.process.save_lock import SaveLock
+from asyncckpt.engine.process.save_lock import RunningCalls, SaveLock
 from tests.pairs.gate import Gate, Place
 from tests.pairs.operations import BY_NAME, OPERATIONS, Operation
 from tests.pairs.run_pairs import operations_count, run_pair

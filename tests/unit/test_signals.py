@@ -323,27 +323,6 @@ def test_a_look_gives_a_lock_up_meanwhile(handled: list[int]) -> None:
         assert changed._is_owned()  # type: ignore[attr-defined]
 
 
-def test_what_a_call_has_noted_is_undone_when_a_handler_ends_it(handled: list[int]) -> None:
-    undone: list[str] = []
-    with uninterrupted:
-        uninterrupted.if_raised(lambda: undone.append("no signal"))
-        signal.raise_signal(signal.SIGINT)  # Its handler does not raise.
-
-    @uninterrupted
-    def end() -> None:
-        uninterrupted.if_raised(lambda: undone.append("at the end"))
-        signal.raise_signal(signal.SIGUSR1)
-
-    with pytest.raises(Raised):
-        end()
-    with uninterrupted:
-        uninterrupted.if_raised(lambda: undone.append("at a look"))
-        signal.raise_signal(signal.SIGUSR1)
-        with pytest.raises(Raised):
-            uninterrupted.look()
-    assert undone == ["at the end", "at a look"]
-
-
 def test_a_guard_puts_handlers_off(handled: list[int]) -> None:
     def hold(taken: Any) -> None:
         with taken:

@@ -1,1 +1,1 @@
-"""What there is once per process: save lock, background, futures, errors that nobody has claimed."""
+"""What there is once per process: save lock, background, futures."""

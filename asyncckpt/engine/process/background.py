@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.errors import DeadlineError, IndeterminateError, SaveCancelledError, UsageError, closing_beside
-from asyncckpt.guard import Guard, check_holds_none, not_waiting
+from asyncckpt.guard import Guard, check_holds_none
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import uninterrupted, wait_until_done
@@ -83,7 +83,7 @@ class Background:
 
     def submit(self, job: Job) -> None:
         """Queue a job; starts the thread when it is not running, IOFailedError when it cannot be started."""
-        with not_waiting():
+        with Guard():  # What runs in this call cannot wait for a thread that is not started yet.
             with self._guard:
                 self._jobs.append(job)
                 is_first, self.is_busy = not self.is_busy, True
@@ -91,7 +91,7 @@ class Background:
                     self._wake()
             if is_first:
                 try:
-                    _loop_thread.submit_behind(self._run)  # Also for a destructor that runs while the loop is closed.
+                    _loop_thread.submit(self._run)  # Also for a destructor that runs while the loop is closed.
                 except BaseException as error:
                     self.withdraw(job)
                     self._fail_all(error)
@@ -154,24 +154,17 @@ class Background:
 
     async def _work(self) -> None:
         woken = asyncio.Event()
-        running: dict[asyncio.Task[None], Job] = {}
-
-        def ended(task: asyncio.Task[None]) -> None:
-            del running[task]
-            woken.set()
-
+        running: dict[Job, asyncio.Task[None]] = {}
         while True:
             woken.clear()
             with self._guard:
                 self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, woken.set)
-                begun = self._take_due(is_free=all(job.beside for job in running.values()))
+                begun = self._take_due(is_free=all(job.beside for job in running))
                 if not begun and not running:
                     self.is_busy, self._wake = False, None
                     return
             for job in begun:
-                task = asyncio.get_running_loop().create_task(_run_job(job))
-                running[task] = job
-                task.add_done_callback(ended)
+                running[job] = asyncio.get_running_loop().create_task(_run_job(job, running, woken))
             await woken.wait()
 
     def _take_due(self, *, is_free: bool) -> list[Job]:
@@ -190,14 +183,17 @@ class Background:
         self.__init__()  # type: ignore[misc]
 
 
-async def _run_job(job: Job) -> None:
+async def _run_job(job: Job, running: dict[Job, asyncio.Task[None]], ended: asyncio.Event) -> None:
     pid = os.getpid()
     try:
         await job.run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    if pid != os.getpid():
-        os._exit(0)  # A child that a callback has forked: the loop, and what wakes it, is its parent's.
+    finally:
+        if pid != os.getpid():
+            os._exit(0)  # A child that a callback has forked: the loop, and what wakes it, is its parent's.
+        del running[job]
+        ended.set()
 
 
 def _has_succeeded(future: Future[Any], what: str) -> bool:

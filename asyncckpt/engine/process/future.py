@@ -8,7 +8,8 @@
 #   any above   failed      an error; before committing also cancelled
 #   -           skipped     another save was in flight and on_busy="skip"
 
-An error reaches somebody exactly once: see error_claim.py.
+A future raises its error whenever it is asked. One that nobody has got is raised once by the Saver's next call, and
+otherwise printed, when the future is collected or the interpreter ends (docs/decisions/0039).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import os
 import sys
 import threading
@@ -29,7 +31,6 @@ from typing import Any, TypeVar
 from asyncckpt.arguments import check_timeout
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import check_may_wait
-from asyncckpt.engine.process.error_claim import ErrorClaim
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, SaveCancelledError, UsageError
 from asyncckpt.guard import Guard
@@ -73,6 +74,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     """
 
     _pid = 0  # Until it is made.
+    _unseen: BaseException | None = None  # The error until somebody has got it; none of a cancelled save.
     _pending: Pending | None = None  # Of a save, what still copies the state.
 
     def __init__(self, *, step: int | None, path: Place, what: str, pools: Sequence[IdleEndingThreads] = ()) -> None:
@@ -86,7 +88,6 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._inner.set_running_or_notify_cancel()
         self._guard = Guard()
         self._state = FutureState.STAGED
-        self._claim = ErrorClaim(self._inner)
         self._end: tuple[T | None, BaseException | None] | None = None
         self._before_done: list[EndFunction] = []
         self._driven: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, T]] = {}
@@ -108,26 +109,22 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     def done(self) -> bool:
         return self._inner.done()
 
-    @uninterrupted
     def result(self, timeout: float | None = None) -> T:
         """Wait and return the result, or raise what failed. DeadlineError (a TimeoutError) after `timeout` seconds.
 
         None: SAVE_DEADLINE_S.
         """
-        error = self.exception(timeout)
+        result, error = self._wait_done(timeout)
+        self._unseen = None  # No signal handler runs from here on: one that has ended the wait has left the error.
         if error is not None:
             raise error
-        return self._inner.result(0)
+        return result  # type: ignore[return-value]  # Without an error it is there.
 
-    @uninterrupted
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return the error, None when there is none. DeadlineError as `result`."""
-        check_timeout(timeout)
-        self._check_can_end()
-        with self._claim.asking():
-            self._wait_done(SAVE_DEADLINE_S if timeout is None else timeout)
-            self._claim.claim()
-            return self._inner.exception(0)
+        _, error = self._wait_done(timeout)
+        self._unseen = None  # As in `result`.
+        return error
 
     @uninterrupted
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -160,53 +157,74 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Call function(self) when done, on the background thread (now, when done). Its errors are only logged."""
 
-        def call() -> None:
+        def call(_: object) -> None:
             try:
                 function(self)
             except BaseException:
                 log_exception("a done callback of %s raised", self._what)
 
-        self._claim.add_callback(call)
+        self._inner.add_done_callback(call)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
 
     async def _wait(self) -> T:
         self._check_can_end()
-        await self._claim.until_done(SAVE_DEADLINE_S, self._what)
-        return self._inner.result(0)
+        if not self.done():
+            woken = asyncio.get_running_loop().create_future()  # It holds no error that nobody might retrieve.
+            self._wake_when_done(woken)
+            await asyncio.wait({woken}, timeout=SAVE_DEADLINE_S)
+        self._wait_done(None, until=0.0)
+        return self.result(0)
+
+    @uninterrupted
+    def _wake_when_done(self, woken: asyncio.Future[None]) -> None:
+        def wake(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # Its loop is closed.
+                woken.get_loop().call_soon_threadsafe(_wake, woken)
+
+        self._inner.add_done_callback(wake)
 
     def send(self, value: Any) -> Any:
         """For asyncio: go on with the wait of the current task."""
-        return self._drive(lambda waiting: waiting.send(value))
+        return self._drive("send", value)
 
     def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
         """For asyncio: end the wait of the current task with an error."""
-        return self._drive(lambda waiting: waiting.throw(typ if val is None else val))
+        return self._drive("throw", typ if val is None else val)
 
     def close(self) -> None:
         """For asyncio: nothing is to close, and the save goes on."""
 
-    def _drive(self, go_on: Callable[[Coroutine[Any, Any, T]], Any]) -> Any:
+    def _drive(self, way: str, value: Any) -> Any:
         """Let each task have a wait of its own."""
         task = asyncio.current_task()
         waiting = self._driven.get(task)
         if waiting is None:
             waiting = self._driven[task] = self._wait()
         try:
-            return go_on(waiting)
+            return getattr(waiting, way)(value)
         except BaseException:  # It has ended; its result is a StopIteration.
             self._driven.pop(task, None)
             raise
 
-    def _wait_done(self, timeout: float, *, until: float | None = None) -> None:
-        """Wait for the outcome without asking for it. DeadlineError after `timeout` s, which may have begun before."""
+    @uninterrupted
+    def _wait_done(self, timeout: float | None, *, until: float | None = None) -> tuple[T | None, BaseException | None]:
+        """Wait for the end; return the result and the error, without noting that somebody has got it.
+
+        DeadlineError after `timeout` seconds (None: SAVE_DEADLINE_S), which may have begun before: they end at `until`.
+        """
+        check_timeout(timeout)
+        timeout = SAVE_DEADLINE_S if timeout is None else timeout
+        self._check_can_end()
         if not wait_until_done(self._inner, timeout if until is None else max(0.0, until - time.monotonic())):
             raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value)
+        assert self._end is not None
+        return self._end
 
     def _check_can_end(self) -> None:
         """Raise UsageError where a wait would have no end."""
-        if self.done():
+        if self._inner.done():
             return
         check_may_wait(self._what, *self._pools)
         if self._pid != os.getpid():
@@ -237,32 +255,30 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         except BaseException:
             log_exception("what follows the end of %s raised", self._what)
 
-    def _tell_all(self, result: T | None, error: BaseException | None) -> None:
+    def expect_bytes(self, total: int) -> None:
+        self._bytes_total = total
+
+    def resolve(self, result: T, state: FutureState = FutureState.COMMITTED) -> None:
+        self._note_end(state, result, None)
+        self._inner.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        is_cancelled = isinstance(error, SaveCancelledError)
+        self._note_end(FutureState.CANCELLED if is_cancelled else FutureState.FAILED, None, error)
+        if not is_cancelled:
+            _failed.add(self)
+            self._unseen = error
+        self._inner.set_exception(error)
+
+    def _note_end(self, state: FutureState, result: T | None, error: BaseException | None) -> None:
+        self._state = state
+        self._staged.set()
+        self._pending = None
         with self._guard:
             end = self._end = result, error
         for function in self._before_done:
             self._tell(function, end)
         self._before_done = []  # They may hold much.
-
-    def expect_bytes(self, total: int) -> None:
-        self._bytes_total = total
-
-    def resolve(self, result: T, state: FutureState = FutureState.COMMITTED) -> None:
-        self._state = state
-        self._staged.set()
-        self._pending = None
-        self._tell_all(result, None)
-        self._inner.set_result(result)
-        self._claim.wake_loops()  # Behind the callbacks.
-
-    def fail(self, error: BaseException) -> None:
-        self._state = FutureState.CANCELLED if isinstance(error, SaveCancelledError) else FutureState.FAILED
-        self._staged.set()
-        self._pending = None
-        _failed.add(self)
-        self._tell_all(None, error)
-        self._inner.set_exception(error)
-        self._claim.wake_loops()
 
     def end_with(self, work: Callable[[], T]) -> None:
         """Do the work here, and resolve with its result or fail with its error."""
@@ -273,14 +289,10 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         else:
             self.resolve(result)
 
-    def _report(self) -> None:
-        """Print an error that nobody has got, and can get any more. Takes no lock."""
-        if self._pid == os.getpid() and self._claim.is_open:
-            self._claim.close()
-            print(f"asyncckpt: {self!r} failed and nobody asked: {self._inner.exception(0)}", file=sys.stderr)
-
     def __del__(self) -> None:
-        self._report()
+        if self._unseen is not None and self._pid == os.getpid():
+            print(f"asyncckpt: {self!r} failed and nobody asked: {self._unseen}", file=sys.stderr)
+            self._unseen = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._what}: {self._state.value}>"
@@ -358,7 +370,12 @@ def as_checkpoint_error(error: BaseException, step: int | None) -> BaseException
     return wrapped
 
 
-# Of those that are still there at the end, the unclaimed errors are printed.
+def _wake(woken: asyncio.Future[None]) -> None:
+    if not woken.done():  # Else its task was cancelled.
+        woken.set_result(None)
+
+
+# Of those that are still there at the end, the errors that nobody has got are printed.
 _failed: weakref.WeakSet[CheckpointFuture[Any]] = weakref.WeakSet()
 
 
@@ -366,4 +383,4 @@ _failed: weakref.WeakSet[CheckpointFuture[Any]] = weakref.WeakSet()
 def _report_all() -> None:
     # Runs after the background thread was joined, so every outcome is known.
     for future in tuple(_failed):
-        future._report()
+        future.__del__()

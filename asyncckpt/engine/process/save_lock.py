@@ -1,4 +1,4 @@
-"""The save lock: one save or load at a time in the process.
+"""What is in flight: of the process, one save or load at a time, by the save lock; below it, of one Saver.
 
 #   from      to         done by            when
 #   -         asking     SaveLock.acquire   at once: from here on `release` takes the ticket back, wherever it is
@@ -16,21 +16,26 @@ While a ticket is held, handovers of the interpreter lock are short.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from asyncckpt.engine.process.background import background, check_may_wait
-from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
+from asyncckpt.engine.process.future import CheckpointFuture
+from asyncckpt.errors import DeadlineError, SaveCancelledError, SaveInProgressError, UsageError
 from asyncckpt.guard import Guard
+from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.store_url import Place
 from asyncckpt.options import BusyPolicy, OnBusy
 from asyncckpt.pipeline.threads import register_at_exit
 from asyncckpt.signals import STEP_S, uninterrupted
+from asyncckpt.staging.pool import pool
 from asyncckpt.system import register_at_fork
 
 Kind = Literal["save", "load", "staging"]
@@ -126,7 +131,7 @@ class SaveLock:
                 may_hold = self._await_turn(ticket, on_busy, deadline_s, before_wait)
                 if may_hold:
                     self._held.append(ticket)
-                    self._note_handovers()
+                    self._handovers.shorten()
                 return may_hold
             finally:
                 if ticket in self._asking:  # Else this is a child, forked by a signal handler: see `forget`.
@@ -188,11 +193,9 @@ class SaveLock:
         with self._guard.again():
             if ticket in self._held:
                 self._held.remove(ticket)
-                self._note_handovers()
+                if not self._held:
+                    self._handovers.give_back()
                 self._changed.notify_all()
-
-    def _note_handovers(self) -> None:
-        self._handovers.shorten() if self._held else self._handovers.give_back()
 
     def in_flight(self) -> list[Ticket]:
         """Return the tickets held now, oldest first."""
@@ -226,6 +229,135 @@ class SaveLock:
 
 
 save_lock = SaveLock()
+
+
+# -- what one Saver has in flight, and how it ended --------------------------------------------------------------------
+
+
+class RunningCalls:
+    """The threads that use now what another thread may close, such as the directory of the Saver."""
+
+    def __init__(self) -> None:
+        self._threads: list[int] = []
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def one_more(self, check_open: Callable[[], object]) -> Iterator[None]:
+        """Be in such a call; raises what check_open raises when it is closed."""
+        check_open()
+        with self._changed:
+            self._threads.append(threading.get_ident())
+        try:
+            check_open()  # Whoever closes it from now on waits for this call.
+            yield
+        finally:
+            with self._changed:
+                self._threads.remove(threading.get_ident())
+                self._changed.notify_all()
+
+    def has_current_thread(self) -> bool:
+        return threading.get_ident() in self._threads
+
+    def wait(self, what: str, timeout: float) -> None:
+        """Wait until there is none; UsageError where that would have no end, DeadlineError."""
+        with self._changed:
+            if self._threads:
+                check_may_wait(what)
+            until = time.monotonic() + timeout
+            while self._threads:
+                if time.monotonic() >= until:
+                    raise DeadlineError(f"{what} did not end within {timeout} s")
+                self._changed.wait(STEP_S)
+                uninterrupted.look(self._changed)
+
+
+class OpenFutures:
+    """The futures of one Saver that have not ended, or have an error that nobody has got. A forked child has none."""
+
+    def __init__(self) -> None:
+        self._guard = Guard()
+        self._futures: list[CheckpointFuture[Any]] = []
+        self._pid = os.getpid()
+
+    def watch(self, future: CheckpointFuture[Any]) -> None:
+        with self._guard:
+            self._futures.append(future)
+
+    def take_error(self) -> BaseException | None:
+        """Return the oldest error that nobody has got, for whoever raises it now."""
+        if self._pid != os.getpid():
+            return None
+        error: BaseException | None = None
+        with self._guard:
+            failed = next((future for future in self._futures if future._unseen is not None), None)
+            if failed is not None:
+                error, failed._unseen = failed._unseen, None
+            # Keep no future whose error somebody has: its traceback holds the whole save.
+            self._futures = [one for one in self._futures if not one._inner.done() or one._unseen is not None]
+        return error
+
+    def raise_first(self) -> None:
+        """Raise the oldest error that nobody has got."""
+        error = self.take_error()
+        if error is not None:
+            raise error
+
+    def wait(self, timeout: float) -> None:
+        """Wait until nothing is in flight, whatever comes of it. DeadlineError."""
+        until = time.monotonic() + timeout
+        for future in self._in_flight():
+            future._wait_done(timeout, until=until)
+
+    def are_settled(self) -> bool:
+        """Return whether nothing is in flight."""
+        return not self._in_flight()
+
+    def _in_flight(self) -> list[CheckpointFuture[Any]]:
+        if self._pid != os.getpid():
+            return []
+        with self._guard:
+            return [future for future in self._futures if not future._inner.done()]
+
+
+class SaveCounts:
+    """The statistics of one Saver. Futures hold it, and not the Saver, which would keep the user's state alive."""
+
+    def __init__(self) -> None:
+        self._guard = Guard()
+        self._sums: Counter[str] = Counter()
+
+    def now(self, plans_made_count: int) -> SaverStatistics:
+        """Return what was counted so far, with the plans made and the arenas of the process."""
+        arenas = pool.statistics()
+        with self._guard:
+            sums: dict[str, Any] = dict(self._sums)
+        return SaverStatistics(
+            **sums,
+            plans_made_count=plans_made_count,
+            arenas_count=arenas.arenas_count,
+            arena_bytes=arenas.touched_bytes,
+            arena_touches_count=arenas.touches_count,
+        )
+
+    def add(self, result: SaveResult | None, error: BaseException | None) -> None:
+        """Count the outcome of a save."""
+        if result is None:
+            added: dict[str, Any] = {"cancelled_count" if isinstance(error, SaveCancelledError) else "failed_count": 1}
+        else:
+            added = {
+                "saves_count": not result.skipped,
+                "skipped_count": result.skipped,
+                "fallback_count": result.fallback is not None,
+                "deltas_count": result.kind == "delta",
+                "bytes_written": result.bytes_written,
+                "rows_count": result.rows_count,
+                "rows_copied": result.rows_copied,
+                "stall_seconds": result.stall_seconds,
+                "step_wait_seconds": result.step_wait_seconds,
+            }
+        with self._guard:
+            for name, value in added.items():
+                self._sums[name] += value
 
 
 def _report_what_is_awaited() -> None:

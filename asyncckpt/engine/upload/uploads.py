@@ -113,7 +113,7 @@ class Uploads(SaveFeature):
 
     def _start(self) -> None:
         try:
-            self._working = uploaders.submit_behind(self._work_off)
+            self._working = uploaders.submit(self._work_off)
         except Exception as error:  # No thread can be started.
             while (attempt := self._next(with_left=False)) is not None:
                 self._fail(attempt, error)

@@ -31,12 +31,6 @@ def interrupted_start(thread: threading.Thread) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As outside of the test suite."""
-    monkeypatch.setattr(IdleEndingThreads, "forbids_own_waits", False)
-
-
 def waits_for_own(pool: IdleEndingThreads) -> Callable[[], int]:
     """A task that waits for another one of its pool."""
 
@@ -75,54 +69,6 @@ def test_a_wait_raises_in_tests_also_where_another_thread_has_begun_the_task() -
 
     with pytest.raises(RuntimeError, match="waits for a task of that pool"):
         pool.submit(task).result(DEADLINE_S)
-
-
-@pytest.mark.usefixtures("allowed")
-@pytest.mark.parametrize("make", [waits_for_own, waits_in_a_loop])
-def test_as_many_waits_as_threads_run_what_they_wait_for(
-    make: Callable[[IdleEndingThreads], Callable[[], int]],
-) -> None:
-    pool = IdleEndingThreads("test", 3)
-    all_here = threading.Barrier(3)
-
-    def task() -> tuple[int, int]:
-        all_here.wait(DEADLINE_S)
-        ran = make(pool)()
-        all_here.wait(DEADLINE_S)  # A thread that ended sooner would be replaced by one of another number.
-        return threading.get_ident(), ran
-
-    futures = [pool.submit(task) for _ in range(3)]
-    answers = [future.result(DEADLINE_S) for future in futures]
-    assert {ran for _, ran in answers} <= {own for own, _ in answers}
-
-
-@pytest.mark.usefixtures("allowed")
-def test_a_task_that_another_thread_has_begun_is_waited_for() -> None:
-    pool = IdleEndingThreads("test", 2)
-    begun, may_end = threading.Event(), threading.Event()
-
-    def inner() -> int:
-        begun.set()
-        assert may_end.wait(DEADLINE_S)
-        return 7
-
-    def outer() -> int:
-        future = pool.submit(inner)
-        assert begun.wait(DEADLINE_S)
-        threading.Timer(0.05, may_end.set).start()
-        return future.result(DEADLINE_S)
-
-    assert pool.submit(outer).result(DEADLINE_S) == 7
-
-
-@pytest.mark.usefixtures("allowed")
-def test_errors_in_place_reach_the_wait() -> None:
-    pool = IdleEndingThreads("test", 1)
-
-    def outer() -> BaseException | None:
-        return pool.submit(lambda: 1 // 0).exception(DEADLINE_S)
-
-    assert isinstance(pool.submit(outer).result(DEADLINE_S), ZeroDivisionError)
 
 
 def test_a_task_may_hand_over_to_its_pool_and_wait_for_others() -> None:
@@ -300,7 +246,7 @@ def late():
     time.sleep(0.5)
     os.write(1, b"ended")
 
-atexit.register(lambda: workers.submit_behind(late))
+atexit.register(lambda: workers.submit(late))
 """
 
 
@@ -317,14 +263,14 @@ def late(thread):
 threading.Thread._bootstrap = late
 who = b"parent "
 atexit.register(lambda: os.write(1, who))
-workers.submit_behind(lambda: os.write(1, b"ended "))
+workers.submit(lambda: os.write(1, b"ended "))
 """
 IN_CHILD = """
 if os.fork():
     os.wait()
 else:
     who = b"child "
-    workers.submit_behind(lambda: os.write(1, b"begun "))
+    workers.submit(lambda: os.write(1, b"begun "))
 """
 
 IN_TURN = (
@@ -332,8 +278,8 @@ IN_TURN = (
     + """
 from asyncckpt.engine.process.background import committer, retainer, writers
 
-begin_next = lambda: writers.submit_behind(lambda: committer.submit_behind(lambda: os.write(1, b"last ")))
-retainer.submit_behind(begin_next)
+begin_next = lambda: writers.submit(lambda: committer.submit(lambda: os.write(1, b"last ")))
+retainer.submit(begin_next)
 """
 )
 
@@ -394,7 +340,7 @@ def test_what_cannot_be_started_before_the_main_thread_has_ended_runs_in_place(m
     monkeypatch.setattr(threads, "_ends", ending := threading.Event())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     ending.set()
-    assert IdleEndingThreads("test", 1).submit_behind(threading.get_ident).result(DEADLINE_S) == threading.get_ident()
+    assert IdleEndingThreads("test", 1).submit(threading.get_ident).result(DEADLINE_S) == threading.get_ident()
 
 
 def test_the_interpreter_waits_for_what_a_handler_of_its_exit_has_started() -> None:
