@@ -22,13 +22,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from asyncckpt.plan.kept_walk import KeptWalk
 
 import asyncckpt
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.root import open_root
 from asyncckpt.native import torch_calls
 from asyncckpt.pipeline.threads import IdleEndingThreads
-from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.state import flatten
 from bench.figures import median_of
 from bench.report import machine, make_console, number, print_table, write_json

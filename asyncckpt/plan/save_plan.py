@@ -31,7 +31,7 @@ from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import LeafFacts, read_places
+from asyncckpt.plan.leaf_facts import LeafFacts, addresses_of
 from asyncckpt.plan.leaf_memory import LeafMemory, check_leaf, sharing_of
 from asyncckpt.plan.regions import column_specs
 from asyncckpt.plan.state import FlatState
@@ -103,7 +103,7 @@ class SavePlan:
     def fits(self, held: Sequence[torch.Tensor]) -> bool:
         """Return whether tensors of a state with this tree are what was planned."""
         places = self.facts.places(held)
-        return places is not None and (self.memory is None or self.memory.is_shared_alike(places["address"]))
+        return places is not None and (self.memory is None or self.memory.is_shared_alike(places.addresses))
 
     @property
     def arena_bytes(self) -> int:
@@ -130,6 +130,7 @@ class PlanCache:
         self._rank = rank
         self._ranks_count = ranks_count
         self._kept: dict[tuple[frozenset[str], frozenset[str], bool], _KeptPlan] = {}
+        self.tree: Node | None = None
         self.plans_made_count = 0
 
     def plan(
@@ -166,6 +167,7 @@ class PlanCache:
             plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares, classes)
             self._kept[choice] = kept = _KeptPlan(key, plan)
             self.plans_made_count += 1
+        self.tree = kept.plan.tree
         return kept.plan
 
     def _make(
@@ -202,7 +204,7 @@ class PlanCache:
         flat = still
         memory, sharing = None, NOTHING_SHARED
         if shares:
-            memory = LeafMemory(flat, self._device_of, read_places(flat.held)["address"])
+            memory = LeafMemory(flat, self._device_of, addresses_of(flat.held))
             sharing = sharing_of(flat, memory, names)
         left_out = by_peers.union(item.leaf for item in sharing.tied)
         boxes = _dense_specs(flat, names, left_out, self._ranks_count)

@@ -199,31 +199,30 @@ def look(
     not matter which of them share memory.
     """
     copied = ways.spans > 0
+    by_torch = copied & (ways.way == BY_TORCH)
     seen = list(tensors)
+    for number in np.flatnonzero(by_torch).tolist():
+        seen[number] = still(seen[number])
     try:
-        for number in np.flatnonzero(copied & (ways.way == BY_TORCH)).tolist():
-            seen[number] = still(seen[number])
-        storages = list(map(torch.Tensor.untyped_storage, seen))  # First: what is read of them stays true then.
         places = read_places(seen) if facts is None else facts.places(seen)
-        held = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), dtype=np.uint64, count=len(storages))
-    except (RuntimeError, ValueError):  # One is of a kind now that has no memory.
+    except RuntimeError:  # One is of a kind now that has no memory.
         places = None
     if places is None:
         assert facts is not None
         raise facts.difference(tensors, name)
-    offsets = places["offset"] * ways.itemsizes
-    for number in np.flatnonzero(copied & (offsets + ways.spans > places["storage_bytes"])).tolist():
+    for number in np.flatnonzero(by_torch).tolist():
         check_extent(seen[number], name(number))
-        raise changed(f"tensor {name(number)!r} has become another one", found="a storage that was shrunk for a moment")
-    copied &= ways.way != BY_TORCH
-    for number in np.flatnonzero(copied & (places["address"] == 0)).tolist():
+    copied &= ~by_torch
+    for number in np.flatnonzero(copied & (places.addresses == 0)).tolist():
         raise without_memory(name(number))
-    for number in np.flatnonzero(copied & (places["address"] - offsets.astype(np.uint64) != held)).tolist():
+    offsets = places.addresses.astype(np.int64) - places.begins.astype(np.int64)
+    for number in np.flatnonzero(copied & ((offsets < 0) | (offsets + ways.spans > places.bytes))).tolist():
+        check_extent(seen[number], name(number))
         raise changed(f"tensor {name(number)!r} has become another one", found="memory that it got at this moment")
-    if memory is not None and not memory.is_shared_alike(places["address"]):
+    if memory is not None and not memory.is_shared_alike(places.addresses):
         raise changed("tensors of the state have become others", found="others of them that share memory")
-    begins = np.where(copied, places["address"], np.uint64(0))
-    return LiveTensors(tensors=seen, ways=ways, begins=begins, storages=storages, name=name)
+    begins = np.where(copied, places.addresses, np.uint64(0))
+    return LiveTensors(tensors=seen, ways=ways, begins=begins, storages=places.storages, name=name)
 
 
 def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, memory: torch.Tensor) -> U64:

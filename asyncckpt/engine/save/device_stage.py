@@ -20,7 +20,7 @@ from asyncckpt.devices.contract import Runtime
 from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.host_copies import HostCopies, Pending
 from asyncckpt.devices.step_copies import StepCopies
-from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, KeptPlaces, SteppedMemory
+from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, SteppedMemory
 from asyncckpt.engine.process.background import Job, copiers, run_on
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.save.step_hooks import is_stepping, listen
@@ -83,7 +83,6 @@ class StepFences:
         self._optimizers = list(optimizers)
         self._order = list(range(len(self._optimizers)))  # In which they have stepped last.
         self._guard = Guard()  # Any thread's optimizer comes here, also one that trains something else.
-        self._places = [KeptPlaces() for _ in optimizers]
         self._pending: tuple[Pending, ...] = ()
         self._pid = os.getpid()
         self._uncompiled = StepFences._let_wait
@@ -97,7 +96,7 @@ class StepFences:
         """Return the memory that only steps change. Within a step, none: it has waited already."""
         if not self._optimizers or is_stepping():
             return NOTHING_STEPPED
-        return SteppedMemory(self._optimizers, bytes_min=STEPPED_BYTES_MIN, places=self._places)
+        return SteppedMemory(self._optimizers, bytes_min=STEPPED_BYTES_MIN)
 
     def expect(self, pending: Pending) -> None:
         """Let the next step wait for these copies, by the streams of devices; and by itself for those of the host."""

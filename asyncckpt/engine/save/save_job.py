@@ -37,7 +37,6 @@ from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import FilterFunction
 from asyncckpt.pipeline.fingerprints import RowFingerprints
 from asyncckpt.pipeline.row_filters import RowFilter
-from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.regions import CapturedTable, RegionCache, RegionFilesCache
 from asyncckpt.plan.save_plan import PlanCache, SavePlan
 from asyncckpt.staging.arena import Arena
@@ -59,7 +58,6 @@ class SaverMemory:
     """
 
     plans: PlanCache
-    walk: KeptWalk = field(default_factory=KeptWalk)
     regions: RegionCache = field(default_factory=RegionCache)
     region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
     newest: ChainLink | None = None

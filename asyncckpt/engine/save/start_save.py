@@ -152,7 +152,7 @@ def _begin(
     options = target.options
     memory = target.memory
     cutting = time.perf_counter()
-    cut = Cut.begin(target.state, target.tables, target.ranks, call, audit=options.debug.audit, walk=memory.walk)
+    cut = Cut.begin(target.state, target.tables, target.ranks, call, audit=options.debug.audit, like=memory.plans.tree)
     snapshot: Staged | None = None
     try:
         base = _hold_newest(target, claim)

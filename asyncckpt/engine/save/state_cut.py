@@ -14,8 +14,8 @@ from asyncckpt.engine.ranks.holdings import held_by, is_replicated
 from asyncckpt.engine.ranks.replicas import NOTHING_BY_PEERS, ReplicaList, WrittenByPeers
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import closing_beside
+from asyncckpt.format.tree import Node
 from asyncckpt.model.table import CutVersion, IdsHeld, Table, TableCut, hands_over, is_overlaid, tracks_rows
-from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.regions import TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
@@ -66,13 +66,13 @@ class Cut:
         call: int | None,
         *,
         audit: bool = False,
-        walk: KeptWalk | None = None,
+        like: Node | None = None,
     ) -> Cut:
         """Flatten the dense state and freeze every table, but (unless `audit`) for what other ranks write.
 
-        walk: of earlier saves of this state.
+        like: the tree of an earlier save of this state.
         """
-        cut = Cut(flat=flatten(state) if walk is None else walk.flatten(state), tables=[])
+        cut = Cut(flat=flatten(state, like), tables=[])
         try:
             left_out = None
             if ranks is not None:
