@@ -89,11 +89,11 @@ class _Reader:
 
     def read(self, module: Any, prefix: str) -> None:
         """Read a module and those in it; prefix: before all their names. _Unusual."""
-        attributes, kind = vars(module), type(module)
+        attributes, facts = vars(module), self._facts.get(type(module))
+        if facts is None:
+            facts = self._facts[type(module)] = _facts_of(type(module))
         if type(attributes) is not dict or not attributes.keys().isdisjoint(_NOT_OF_OBJECTS):
             raise _Unusual
-        if kind not in self._facts:
-            self._facts[kind] = _facts_of(kind)
         try:
             parameters, buffers, modules, before, after, not_saved = _attributes_of(attributes)
         except KeyError:
@@ -103,7 +103,7 @@ class _Reader:
         if before or after or type(before) not in _NO_HOOKS or type(after) not in _NO_HOOKS:
             raise _Unusual
         found = self._found
-        self._metadata[prefix[:-1]] = self._facts[kind]
+        self._metadata[prefix[:-1]] = facts
         for name, tensor in parameters.items():
             if tensor is not None:
                 found[prefix + name] = tensor

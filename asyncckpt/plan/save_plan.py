@@ -4,8 +4,8 @@ Tables that have regions in the arena (regions.py) are left out: what a save wri
 is planned behind the fence.
 
 `PlanCache.plan` compares the state's facts (leaf_facts.py) with those of the plan it made last, and which leaves share
-memory. For thousands of tensors making a plan is a hundred milliseconds. Addresses and sizes of storages may change
-from save to save and are read each time.
+memory; or leaves that to the capture, which has to look in any case. For thousands of tensors making a plan takes a
+hundred milliseconds. Addresses and sizes of storages may change from save to save and are read each time.
 """
 
 from __future__ import annotations
@@ -142,11 +142,13 @@ class PlanCache:
         in_regions: Collection[str] = (),
         by_peers: frozenset[int] = frozenset(),
         shares: bool = True,
+        by_tree: bool = False,
     ) -> SavePlan:
         """Return the plan for this state: the last one while its facts are the same.
 
         deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers:
         leaves that other ranks write. shares: False: each leaf has blocks of its own, whatever memory it shares.
+        by_tree: return the last one of this tree and these tables; who captures compares the facts.
         """
         choice = (frozenset(deferred), frozenset(in_regions), bool(by_peers))
         planned = [item for item in cuts if item.name not in choice[1]]
@@ -161,7 +163,8 @@ class PlanCache:
         classes = tuple(class_names(owner) for _, owner in flat.stateful)
         key = (classes, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
-        if kept is None or key != kept.key or not flat.has_tree(kept.plan.tree) or not kept.plan.fits(flat.held):
+        is_kept = kept is not None and key == kept.key and flat.has_tree(kept.plan.tree)
+        if kept is None or not is_kept or not (by_tree or kept.plan.fits(flat.held)):
             if self._ranks_count == 1:
                 check_all_here(flat)
             plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares, classes)

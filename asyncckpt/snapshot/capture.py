@@ -11,9 +11,10 @@ table that is deferred only the cache level is copied, and the table keeps what 
 `capture` has returned and the copies are launched the live state may change: the fence.
 
 Tensors are looked at right before they are copied, here, for boxes that somebody else has planned, and for a state that
-DCP stages. Signal handlers, finalizers and other threads may have run since the plan was made, while the call waited,
-touched memory or copied without the interpreter lock. So what is copied has the facts of the plan, or the save is
-refused by the name of the tensor.
+DCP stages; and again where tables were captured, or torch has copied, since. Signal handlers, finalizers and other
+threads may have run since the plan was made, while the call waited, touched memory or copied without the interpreter
+lock. So what is copied has the facts of the plan. Otherwise a new plan takes the place of one of an earlier save, and a
+save that has made its plan itself is refused by the name of the tensor.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.devices.watches import Watch
+from asyncckpt.errors import CheckpointError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
@@ -42,6 +44,18 @@ from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState, still
 from asyncckpt.snapshot.overlay import Overlay
 from asyncckpt.snapshot.table_capture import TableCapture
+
+
+class NotAsPlanned(Exception):
+    """The tensors of the state are not what was planned; nothing was captured.
+
+    error: of a save whose own plan that is.
+    """
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(error)
+        self.error = error
+
 
 Segments = NDArray[np.uint64]
 NO_SEGMENTS: Segments = np.empty((0, 3), dtype=np.uint64)
@@ -58,19 +72,26 @@ def capture(
 ) -> None:
     """Fill `image`, the bytes of the arena that the plan has, with all blocks, and the regions of `tables`.
 
-    What has to come from devices is added to `copies`. Headers are written by the shard room.
+    What has to come from devices is added to `copies`. Headers are written by the shard room. NotAsPlanned; UsageError
+    where tensors change meanwhile.
     """
     memory = torch.from_numpy(image)
-    if (plan.ways.way[plan.pieces.tensor] == BY_TORCH).any():
-        put_by_torch(plan.pieces, look_at(plan, flat.now), copies, memory)
+    try:
+        live = look_at(plan, flat.now)
+    except CheckpointError as error:
+        raise NotAsPlanned(error) from error
+    by_torch = bool((plan.ways.way[plan.pieces.tensor] == BY_TORCH).any())
+    if by_torch:
+        put_by_torch(plan.pieces, live, copies, memory)
     segments = [table.segments(copies) for table in tables]
     for number, (index, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[index], column, number, copies, image))
     caches = [_cache_copy(item.cache, cuts[item.table].cut, copies, image) for item in plan.deferred.tables]
     segments += [found for _, found in caches]
-    live = look_at(plan, flat.now)  # Held until the copy has ended.
+    if by_torch or cuts:  # Others have run meanwhile.
+        live = look_at(plan, flat.now)
     segments.append(list_pieces(plan.pieces, live, copies, memory))
-    core.copy(np.ascontiguousarray(np.concatenate(segments)))
+    core.copy(np.ascontiguousarray(np.concatenate(segments)))  # What is copied is held by `live`.
     for table in tables:
         table.gather(copies)
     _lay_over(plan, cuts, image, copies)

@@ -54,17 +54,17 @@ class StageChoice:
         return self.regions.bytes + self.plan.arena_bytes
 
 
-def choose_stage(target: SaveTarget, cut: Cut, choice: Choice) -> StageChoice:
-    """Choose for a save that shall not block."""
+def choose_stage(target: SaveTarget, cut: Cut, choice: Choice, *, by_tree: bool = False) -> StageChoice:
+    """Choose for a save that shall not block. by_tree: see PlanCache.plan."""
     options, limit = target.options, target.options.host_memory_limit
     host_level = "copy" if options.debug.audit else options.device.host_level
     if host_level != "first_touch":
-        last = _stage(target, cut, choice, deferred=())
+        last = _stage(target, cut, choice, deferred=(), by_tree=by_tree)
         if pool.fits(last.arena_bytes, limit_bytes=limit):
             return last
     deferred = [] if host_level == "copy" else _can_be_left_open(target, cut, choice)
     if deferred or host_level == "first_touch":
-        last = _stage(target, cut, choice, deferred=deferred)
+        last = _stage(target, cut, choice, deferred=deferred, by_tree=by_tree)
         if pool.fits(last.arena_bytes, limit_bytes=limit):
             return last
     shown = "a share of what is available" if limit is None else f"{limit} bytes"
@@ -107,7 +107,7 @@ def _can_be_left_open(target: SaveTarget, cut: Cut, choice: Choice) -> list[str]
     ]
 
 
-def _stage(target: SaveTarget, cut: Cut, choice: Choice, *, deferred: Collection[str]) -> StageChoice:
+def _stage(target: SaveTarget, cut: Cut, choice: Choice, *, deferred: Collection[str], by_tree: bool) -> StageChoice:
     in_regions = [
         (number, item)
         for number, item in enumerate(cut.tables)
@@ -121,6 +121,7 @@ def _stage(target: SaveTarget, cut: Cut, choice: Choice, *, deferred: Collection
         in_regions=names,
         by_peers=cut.leaves_by_peers,
         shares=not _is_filtered(target),
+        by_tree=by_tree,
     )
     wishes = [
         RegionWish(

@@ -32,7 +32,7 @@ from asyncckpt.model.row_places import ArenaContents, TableContents
 from asyncckpt.native import Progress
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
 from asyncckpt.signals import wait_until_done
-from asyncckpt.snapshot.capture import capture
+from asyncckpt.snapshot.capture import NotAsPlanned, capture
 from asyncckpt.snapshot.table_capture import TableCapture
 from asyncckpt.staging.pool import pool
 
@@ -169,18 +169,16 @@ def _begin(
         if choice.base is None:
             claim.parents.clear()
         staged = staged or audit  # The rows that are compared are those in an arena.
-        stage = choose_stage(target, cut, choice) if staged else unstaged(target, cut)
-        if audit:
-            check_audited(cut, stage)
+        plans_count = memory.plans.plans_made_count
+        # What other ranks write was agreed upon by the shapes of tensors, so with them these are compared at once.
+        stage = _choose(target, cut, choice, staged=staged, by_tree=cut.share is None)
+        is_kept = cut.share is None and memory.plans.plans_made_count == plans_count
         values = cut.flat.encoded_values()
-        if stage.fallback is not None:
-            check_may_wait("a save that does not fit the memory limit")
-            check_may_block_here(stage.fallback)
-            warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
         recorder.note("cut", cutting)
-        if staged and stage.fallback is None:
+        if staged:
             capturing = time.perf_counter()
-            snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
+            stage, snapshot = _capture_staged(target, stage, choice, cut, is_kept=is_kept, deadline_s=deadline_s)
+        if snapshot is not None:
             cut.fence()
             recorder.note("capture", capturing)
         else:  # The background reads what this thread has queued for its devices.
@@ -238,6 +236,35 @@ def _look(target: SaveTarget, base: ChainLink, kind: SaveKind) -> ChainLink | No
     end = heads[-1]
     full_bytes = None if end is None else sum(file.bytes for file in end.files if file.rank == target.rank)
     return base.ending(len(heads), full_bytes=full_bytes)
+
+
+def _choose(target: SaveTarget, cut: Cut, choice: Choice, *, staged: bool, by_tree: bool) -> StageChoice:
+    """Choose how a save is staged; a warning where it has to block. UsageError where it may not."""
+    stage = choose_stage(target, cut, choice, by_tree=by_tree) if staged else unstaged(target, cut)
+    if target.options.debug.audit:
+        check_audited(cut, stage)
+    if stage.fallback is not None:
+        check_may_wait("a save that does not fit the memory limit")
+        check_may_block_here(stage.fallback)
+        warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
+    return stage
+
+
+def _capture_staged(
+    target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *, is_kept: bool, deadline_s: float
+) -> tuple[StageChoice, Staged | None]:
+    """Capture what is staged; None: it cannot be. is_kept: by a plan of an earlier save, whose facts are not compared
+    before the capture, which has to look in any case. Where it does not fit, that is done once more with a new one.
+    """
+    if stage.fallback is not None:
+        return stage, None
+    try:
+        return stage, _capture(target, stage, choice, cut, deadline_s=deadline_s)
+    except NotAsPlanned as found:
+        if not is_kept:  # The state has changed while the call waited.
+            raise found.error from None
+    stage = _choose(target, cut, choice, staged=True, by_tree=False)
+    return _capture_staged(target, stage, choice, cut, is_kept=False, deadline_s=deadline_s)
 
 
 def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *, deadline_s: float) -> Staged:
