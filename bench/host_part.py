@@ -3,11 +3,9 @@
 Tensors are on the simulated device of the tests: queueing a copy costs other time there than on a real one, a few calls
 in all; what is done for every tensor (taking the state apart, looking for its addresses) is the same. A module of
 10,000 small parameters and its AdamW are on the host, also with `optimizers=`, and so is one tensor alone. Beside each
-figure is that with the state walked anew at each save (docs/decisions/0029-walks-are-kept.md), and with the facts of
-tensors read by torch, a call for each, too, as where the core cannot
-(docs/decisions/0028-tensors-are-read-by-the-core.md). Apart: the same calls one behind the other, when little of what
-they need has left the caches of the processor; and beside a thread that runs nothing but bytecode, so that the call has
-to wait for the interpreter lock each time that it has given it up.
+figure are those of the same calls one behind the other, when little of what they need has left the caches of the
+processor; and beside a thread that runs nothing but bytecode, so that the call has to wait for the interpreter lock
+each time that it has given it up. Apart: the parts of a call (docs/decisions/0037-the-walk-is-plain.md).
 """
 
 from __future__ import annotations
@@ -19,16 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 import asyncckpt
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.root import open_root
-from asyncckpt.native import torch_calls
 from asyncckpt.pipeline.threads import IdleEndingThreads
-from asyncckpt.plan.kept_walk import KeptWalk
+from asyncckpt.plan.leaf_facts import LeafFacts
 from asyncckpt.plan.state import flatten
 from bench.figures import median_of
 from bench.report import machine, make_console, number, print_table, write_json
@@ -42,8 +38,7 @@ PARAMETERS = 10_000
 ELEMENTS = 1000
 CALLS = 9
 WAIT_S = 300
-WAYS = ("kept", "anew", "torch")
-WARM, BESIDE = CIRCUMSTANCES = ("one behind the other", "beside bytecode")
+ALONE, WARM, BESIDE = WAYS = ("after a collection", "one behind the other", "beside bytecode")
 
 
 def run_host_part(
@@ -60,36 +55,20 @@ def run_host_part(
         for index in range(rounds):
             for place, (shown, count) in enumerate(states):
                 for way in WAYS if index % 2 else WAYS[::-1]:
-                    with read_by(way), state_of(count, parameters) as state:
+                    with state_of(count, parameters) as state:
                         optimizers = [state["optimizer"]] if shown.endswith(STEPPED) else []
-                        calls = times_of(state, folder / f"{index}-{place}-{way}", optimizers)
+                        calls = times_of(state, folder / f"{index}-{place}-{WAYS.index(way)}", optimizers, way)
                         figures.append({"state": shown, "way": way, **calls})
-                        for other in CIRCUMSTANCES if way == "kept" else ():
-                            calls = times_of(state, folder / f"{index}-{place}-{other}", optimizers, other)
-                            figures.append({"state": shown, "way": other, **calls})
-        floors = floors_of(parameters, folder / "0-0-kept")
-    kinds, others = (
-        [(way, kind) for kind in ("seconds", "processor_seconds") for way in ways] for ways in (WAYS, CIRCUMSTANCES)
-    )
+        floors = floors_of(parameters, folder / "0-0-0")
+    kinds = [(way, kind) for kind in ("seconds", "processor_seconds") for way in WAYS]
     rows = [[shown, *(number(_median(figures, shown, *kind) * 1e3, 2) for kind in kinds)] for shown, _ in states]
     columns = ["state", *(f"{'ms' if kind == 'seconds' else 'processor ms'}, {way}" for way, kind in kinds)]
     print_table(console, f"save_async, medians of {rounds} rounds of {CALLS} calls", columns, rows)
-    rows = [[shown, *(number(_median(figures, shown, *kind) * 1e3, 2) for kind in others)] for shown, _ in states]
-    columns = ["state", *(f"{'ms' if kind == 'seconds' else 'processor ms'}, {other}" for other, kind in others)]
-    print_table(console, "the same, kept, in other circumstances", columns, rows)
     rows = [[part, number(seconds * 1e3, 2)] for part, seconds in floors.items()]
     print_table(console, "what a call does not leave out", ["part", "ms"], rows)
     write_json(Path(f"{out}.json"), {"machine": machine(), "calls": figures, "floors": floors})
     console.save_text(f"{out}.txt")
     return figures
-
-
-@contextmanager
-def read_by(way: str) -> Iterator[None]:
-    """Let a walk be kept, or each be one anew; let torch read the facts of tensors."""
-    anew = patch.object(KeptWalk, "flatten", lambda self, state: flatten(state)) if way == "anew" else nullcontext()
-    with anew, patch.object(torch_calls, "torch_calls", lambda: None) if way == "torch" else nullcontext():
-        yield
 
 
 @contextmanager
@@ -118,7 +97,7 @@ def state_of(count: int | None, parameters: int, device: str = "") -> Iterator[M
 
 
 def times_of(
-    state: Mapping[str, Any], path: Path, optimizers: Sequence[torch.optim.Optimizer] = (), circumstances: str = ""
+    state: Mapping[str, Any], path: Path, optimizers: Sequence[torch.optim.Optimizer] = (), circumstances: str = ALONE
 ) -> dict[str, float]:
     """The medians of some calls, but for the first ones, which make what later ones use.
 
@@ -160,16 +139,13 @@ def floors_of(parameters: int, path: Path) -> dict[str, float]:
             task = timed("start a thread", IdleEndingThreads("asyncckpt-floor", 1).submit, int)
             timed("look what is committed", lambda: is_committed(root, committed_steps(root)[-1] + 1))
             task.result(WAIT_S)
-    walk, of_module = KeptWalk(), f"module of {parameters:,} parameters, AdamW: "
+    of_module = f"module of {parameters:,} parameters, AdamW: "
     with state_of(None, parameters) as state:
-        for _ in range(2):
-            walk.flatten(state)
-        kept = walk._kept
-        if kept is not None:  # The core can follow it.
-            for _ in range(CALLS):
-                taken = timed(of_module + "find its tensors", kept.walk.take, state)
-                tensors, _ = kept.recorded.lists(taken)
-                timed(of_module + "compare them with what they were", kept.known.places, tensors)
+        flat = flatten(state)
+        facts = LeafFacts(flat.held)
+        for _ in range(CALLS):
+            timed(of_module + "find its tensors", flatten, state, flat.tree)
+            timed(of_module + "compare them with what they were", facts.places, flat.held)
     return {part: median_of(seconds) for part, seconds in found.items()}
 
 

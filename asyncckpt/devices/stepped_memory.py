@@ -12,38 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.native import I64, U64
-from asyncckpt.native.torch_calls import KnownTensors
 
 # Of these by far the most are, so they are asked nothing more.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _bytes_of = attrgetter("nbytes")
 Places = tuple[U64, I64, I64]
-
-
-class KeptPlaces:
-    """Reads where tensors are: by the core, while they have the facts that they had before (native/torch_calls.py).
-
-    Any thread may use it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: tuple[KnownTensors, I64, I64] | None = None
-        self._in_vain = 0
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> Places:
-        """Return where tensors are, as `places_of`."""
-        kept = self._kept
-        places = None if kept is None else kept[0].places(tensors)
-        if kept is not None and places is not None:
-            self._in_vain = 0
-            return places["address"], *kept[1:]
-        found = places_of(tensors)
-        self._in_vain += 1
-        # To learn their facts takes longer than to read them once: seldom, where that was in vain.
-        is_due = not self._in_vain & (self._in_vain - 1)
-        known = KnownTensors.of(tensors) if is_due else None
-        self._kept = None if known is None else (known, *found[1:])
-        return found
 
 
 @dataclass
@@ -58,22 +31,15 @@ class _Known:
 class SteppedMemory:
     """The memory of tensors that only steps of some optimizers change, as it is when somebody asks for it first.
 
-    bytes_min: shorter tensors are left out. places: reads where those of each optimizer are. tensors: in the order of
+    bytes_min: shorter tensors are left out. tensors: in the order of
     their addresses; counted: what the optimizers have, which counts writes that a tensor within it does not (DTensor).
     owners: int64 [n], the number of the optimizer of each.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        *,
-        bytes_min: int = 0,
-        places: Sequence[KeptPlaces] | None = None,
-    ) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = (), *, bytes_min: int = 0) -> None:
         self._optimizers = tuple(optimizers)
         self._numbers = {id(item): number for number, item in enumerate(self._optimizers)}
         self._bytes_min = bytes_min
-        self._places = [KeptPlaces() for _ in optimizers] if places is None else places
         self._is_read = not optimizers
         self._begins, self._bytes = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
         self.tensors: list[torch.Tensor] = []
@@ -89,7 +55,7 @@ class SteppedMemory:
         found = [_tensors_of(item) for item in self._optimizers]
         tensors, counted = ([tensor for own in found for tensor in own[part]] for part in (0, 1))
         owners = np.repeat(np.arange(len(found)), [len(own[0]) for own in found])
-        read = [reader.of(own[0]) for reader, own in zip(self._places, found, strict=True)]
+        read = [places_of(own[0]) for own in found]
         begins = np.concatenate([own[0] for own in read])
         bytes, spans = (np.concatenate([own[part] for own in read]) for part in (1, 2))
         order = np.lexsort((bytes, begins))
@@ -129,7 +95,7 @@ class SteppedMemory:
             # Where it is now: parameters may have got other memory, also another one's.
             number = self._numbers.get(id(optimizer))
             tensors = _tensors_of(optimizer)[0]
-            begins, _, spans = places_of(tensors) if number is None else self._places[number].of(tensors)
+            begins, _, spans = places_of(tensors)
             known = None if number is None else self._known[number]
             if known is None or not all(map(np.array_equal, (begins, spans), (known.begins, known.spans))):
                 known = _Known(begins, spans)

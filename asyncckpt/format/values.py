@@ -98,6 +98,14 @@ def holds_typed_mappings(value: Json) -> bool:
     return False
 
 
+def encode_values(values: Iterable[Any], *, owner: str) -> list[Json]:
+    """Encode plain values. Most are ints of an optimizer, thousands of them."""
+    return [
+        value if type(value) is int and -_PLAIN_INT_MAX <= value <= _PLAIN_INT_MAX else encode_value(value, owner=owner)
+        for value in values
+    ]
+
+
 def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
     """Encode one value; UsageError naming `owner` (the key path) when it is not plain."""
     if _depth > limits.VALUE_DEPTH_MAX:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.native.row_rules import Rule
-from asyncckpt.native.tensors import Places, PythonCalls, TensorFacts, TorchCalls
 
 PAGE_BYTES = 4096
 
@@ -253,20 +252,6 @@ class Core(Protocol):
         """Update every row of rows, int64 [n], distinct, by its gradient; skip -1. The bits are defined in asyncckpt.h.
 
         Raises ValueError, and changes nothing, for any other row out of range and for slots that the rule has not.
-        """
-        ...
-
-    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: TensorFacts) -> Places | None:
-        """Return where tensors are that are all as known; None: one is not, torch raises for it, or (the twin) it is
-        not known.
-
-        objects: object [n], tensors of torch or anything, which must not change meanwhile.
-        """
-        ...
-
-    def walk(self, python: PythonCalls, root: object, words: U64, slots: int) -> NDArray[Any] | None:
-        """Visit objects as words say (native/walks.py) and return what is taken, object [slots]; None: something is not
-        as they say, or (the twin) nothing is visited. Nothing may change meanwhile.
         """
         ...
 

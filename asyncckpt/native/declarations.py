@@ -1,7 +1,7 @@
 """The C interface of csrc/include/asyncckpt.h in ctypes: structures, functions, and loading the library.
 
 tests/unit/native/test_declarations.py reads the header and compares this file with it. Arrays are passed as addresses
-(c_void_p); ctypes releases the GIL around every call, but for those of HOLDING_GIL.
+(c_void_p); ctypes releases the GIL around every call.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint8, c_uint32, c_uint
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 LIBRARY_NAME = "libasyncckpt.so"
-
-# It reads objects of Python, which another thread might change meanwhile.
-HOLDING_GIL = frozenset({"ac_tensors", "ac_walk"})
 
 OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
 
@@ -67,22 +64,6 @@ class AcRowUpdate(ctypes.Structure):
     ]
 
 
-class AcTorch(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("dim", "sizes", "strides", "storage_offset", "storage_size", "data_ptr")),
-        *((name, c_void_p) for name in ("dtype", "device_type", "device_index")),
-        *((name, c_uint64) for name in ("type_offset", "tensor_offset", "keys_offset", "memory_offset")),
-    ]
-
-
-class AcPython(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("dict_next", "dict_of", "object_size", "list_item", "tuple_item")),
-        *((name, c_void_p) for name in ("hold", "let_go")),
-        ("type_offset", c_uint64),
-    ]
-
-
 _ERROR = POINTER(AcError)
 
 # Name -> (result, arguments). None is void.
@@ -115,14 +96,6 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_mark": (c_int32, [c_void_p, c_uint64, c_void_p, c_uint64, c_uint8, _ERROR]),
     "ac_marked": (c_int32, [c_void_p, c_uint64, c_uint8, c_void_p, c_uint64, POINTER(c_uint64), c_uint32, _ERROR]),
     "ac_update_rows": (c_int32, [POINTER(AcRowUpdate), c_void_p, c_uint64, c_uint32, _ERROR]),
-    "ac_tensors": (
-        c_int32,
-        [POINTER(AcTorch), c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, POINTER(c_uint64), _ERROR],
-    ),
-    "ac_walk": (
-        c_int32,
-        [POINTER(AcPython), c_void_p, c_void_p, c_uint64, c_void_p, c_uint64, POINTER(c_uint64), _ERROR],
-    ),
     "ac_idmap_new": (c_void_p, [c_uint64]),
     "ac_idmap_free": (None, [c_void_p]),
     "ac_idmap_size": (c_uint64, [c_void_p]),
@@ -154,10 +127,7 @@ def load(
     """Load the library at `path`, declare its functions and check its version; raises UnusableLibrary."""
     try:
         library = ctypes.CDLL(str(path))
-        holding = ctypes.PyDLL(str(path), handle=library._handle)
         for name, (result, arguments) in functions.items():
-            if name in HOLDING_GIL:
-                setattr(library, name, getattr(holding, name))
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments

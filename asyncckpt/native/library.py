@@ -13,10 +13,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import astuple
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncckpt.model.block import DIGEST_BYTES, LEAF_BYTES, leaves_count
 from asyncckpt.native import contract
@@ -42,14 +40,11 @@ from asyncckpt.native.declarations import (
     AcDrainOptions,
     AcError,
     AcFile,
-    AcPython,
     AcReadOptions,
     AcRowUpdate,
-    AcTorch,
     load_library,
 )
 from asyncckpt.native.digest_rows import joined_rows
-from asyncckpt.native.tensors import PLACE, Places, PythonCalls, TensorFacts, TorchCalls
 from asyncckpt.signals import uninterrupted
 
 # Room for the rows of a first call of ac_marked, as a fraction of all rows; a second call follows if more are marked.
@@ -139,22 +134,6 @@ class NativeCore:
             mark=update.mark,
         )
         call(self._library.ac_update_rows, byref(settings), rows.ctypes.data, len(rows), threads)
-
-    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: TensorFacts) -> Places | None:
-        known.check_objects(objects)
-        count = len(known.tensors)
-        found, alike = np.empty(count, dtype=PLACE), c_uint64()
-        calls = AcTorch(*torch.functions, *torch.offsets)
-        facts = known.tensors.ctypes.data, count, known.shapes.ctypes.data
-        call(self._library.ac_tensors, byref(calls), objects.ctypes.data, *facts, found.ctypes.data, byref(alike))
-        return found if alike.value == count else None
-
-    def walk(self, python: PythonCalls, root: object, words: U64, slots: int) -> NDArray[Any] | None:
-        found, alike = np.full(slots, None, dtype=object), c_uint64()
-        calls = AcPython(*python.functions, python.type_offset)
-        arrays = words.ctypes.data, len(words), found.ctypes.data, slots
-        call(self._library.ac_walk, byref(calls), id(root), *arrays, byref(alike))
-        return found if alike.value else None
 
     def map_memory(self, bytes: int) -> Memory:
         if bytes <= 0:

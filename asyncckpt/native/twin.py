@@ -9,7 +9,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -43,7 +42,6 @@ from asyncckpt.native.contract import (
     check_update,
     checked_row_columns,
 )
-from asyncckpt.native.tensors import Places, PythonCalls, TensorFacts, TorchCalls
 from asyncckpt.native.twin_id_map import TwinIdMap
 from asyncckpt.native.twin_update import update_rows
 
@@ -192,13 +190,6 @@ class TwinCore:
 
     def update_rows(self, update: RowUpdate, rows: I64, *, threads: int = 1) -> None:
         update_rows(update, check_update(update, rows))
-
-    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: TensorFacts) -> Places | None:
-        known.check_objects(objects)
-        return None
-
-    def walk(self, python: PythonCalls, root: object, words: U64, slots: int) -> NDArray[Any] | None:
-        return None
 
     def map_memory(self, bytes: int) -> Memory:
         return TwinMemory(bytes)

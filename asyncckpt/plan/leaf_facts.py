@@ -1,61 +1,67 @@
 """The facts of leaves: everything that the image depends on, and everything that makes a raw copy safe.
 
-Kind, dtype, shape, strides, device, layout, conjugate and negative bits. The core compares them in one call and says
-where the tensors are (native/torch_calls.py). What it does not know, or sees otherwise, is compared by torch, one call
-for each fact of each tensor: so the core saves time, and never decides alone that something has changed.
+Type, shape, dtype, whether it is dense, on the host or a view that stands for other values; of what is not plain memory
+of the host also strides, device, layout and conjugation. They are read by torch's own calls, some tensors at a time:
+then what one call has brought into the processor's caches is there for the next ones, and few tuples live at once,
+thousands of which would start a full garbage collection.
+
+Tensors may change at any moment, on other threads and in signal handlers. So their storages are read, and held, before
+the facts, and their addresses after these: an address within a storage that is held is that of memory which stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter, eq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.native.tensors import PLACE, Places
-from asyncckpt.native.torch_calls import KnownTensors
+from asyncckpt.native import I64, U64
 from asyncckpt.plan.leaf_memory import check_leaf, is_transformed
-from asyncckpt.plan.state import PLAIN_TENSORS, still
+from asyncckpt.plan.module_state import PLAIN_TENSORS
 
-_FORMS_MAX = 4
-_kind = attrgetter("dtype", "is_cpu", "layout")
-_Reader = Callable[[torch.Tensor], Any]
+_AT_A_TIME = 256
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
+_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+# What is raised for what is no tensor, or one of a kind that has no sizes, strides or memory.
+_NOT_THERE = (AttributeError, RuntimeError, TypeError, ValueError)
+_size, _is_dense, _is_neg = torch.Tensor.size, torch.Tensor.is_contiguous, torch.Tensor.is_neg
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tensors are, and their storages, which are held: their first bytes and how many they have.
+
+    addresses: of first elements; 0 of a tensor that has none.
+    """
+
+    storages: list[torch.UntypedStorage]
+    begins: U64
+    bytes: I64
+    addresses: U64
 
 
 class LeafFacts:
-    """Facts of tensors: their types, and with the function that reads it each other fact. Holds no tensor.
+    """Facts of tensors. Holds no tensor.
 
     A parameter, a buffer and a tensor are of one type here: what is stored of them is the same.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Read the facts of tensors that passed check_leaf, and that nobody changes meanwhile."""
-        read: list[_Reader] = [torch.Tensor.size, _kind, torch.Tensor.stride, torch.Tensor.is_neg, is_transformed]
-        if not all(tensor.is_cpu for tensor in tensors):
-            read.append(torch.Tensor.get_device)
-        if any(tensor.dtype.is_complex for tensor in tensors):
-            read.append(torch.Tensor.is_conj)
-        self._types = list(map(_type, tensors))
-        self._facts = tuple((read_fact, list(map(read_fact, tensors))) for read_fact in read)
-        self._known = KnownTensors.of(tensors)
-        self._forms: dict[tuple[type, ...], KnownTensors] = {}  # By their exact types.
+        self._count = len(tensors)
+        self._facts = list(map(_facts, _parts(tensors)))
 
     def places(self, tensors: Sequence[torch.Tensor]) -> Places | None:
-        """Return where tensors are that have these facts, both as of one moment; None: one has others."""
-        known = self._form(tuple(map(type, tensors)))
-        places = None if known is None else known.places(tensors)
-        if places is not None:
-            return places
-        seen = list(map(still, tensors))  # Nobody else can change these from one fact to the next.
-        if not self._hold(seen):
+        """Return where tensors are that have these facts; None: one has others."""
+        try:
+            return _places(tensors, self._facts) if len(tensors) == self._count else None
+        except _NOT_THERE:
             return None
-        if self._known is not None:  # What the core sees beside them has changed, such as an inference tensor.
-            self._known = KnownTensors.of(seen)
-            self._forms.clear()
-        return read_places(seen)
 
     def difference(self, tensors: Sequence[torch.Tensor], name: Callable[[int], str]) -> UsageError:
         """Return the error for tensors that do not have these facts any more, or had others for a moment."""
@@ -66,40 +72,20 @@ class LeafFacts:
                 if tensor.numel() and not _address(tensor):
                     return without_memory(name(number))
             return changed("tensors of the state have become others", found="those of the plan, but not all the time")
-        sizes, kinds, strides, *_ = (facts for _, facts in self._facts)
-        expected = f"{kinds[number][0]} {tuple(sizes[number])}, strides {strides[number]}"
+        sizes, dtypes, are_dense, *_ = self._facts[number // _AT_A_TIME]
+        at = number % _AT_A_TIME
+        expected = f"{dtypes[at]} {tuple(sizes[at])}, {'dense' if are_dense[at] else 'strided'}"
         what = f"tensor {name(number)!r} has become another one"
         return changed(what, found=_described(tensors[number]), expected=expected)
 
-    def _form(self, types: tuple[type, ...]) -> KnownTensors | None:
-        """Return what the core knows of these tensors, if they were of these types; None: nothing."""
-        if types not in self._forms and self._known is not None:
-            if len(types) != len(self._types) or not all(map(_is_of, types, self._types)):
-                return None
-            if len(self._forms) >= _FORMS_MAX:
-                self._forms.clear()
-            self._forms[types] = self._known.of_types(types)
-        return self._forms.get(types)
-
-    def _hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether these are the facts of tensors, by torch.
-
-        Compared one by one and let go: thousands of tuples kept alive at once would start a full garbage collection.
-        """
-        if len(tensors) != len(self._types) or not all(map(eq, map(_type, tensors), self._types)):
-            return False
-        try:
-            return all(all(map(eq, map(read_fact, tensors), known)) for read_fact, known in self._facts)
-        except (RuntimeError, ValueError):  # One is of a kind now that has no sizes or strides.
-            return False
-
     def _holds(self, number: int, tensor: torch.Tensor) -> bool:
+        known, at = self._facts[number // _AT_A_TIME], number % _AT_A_TIME
         try:
-            return _type(tensor) is self._types[number] and all(
-                read_fact(tensor) == known[number] for read_fact, known in self._facts
-            )
-        except (RuntimeError, ValueError):
+            own = _facts([tensor])
+        except _NOT_THERE:
             return False
+        *_, others = known
+        return own == (*([fact[at]] for fact in known[:-1]), {0: others[at]} if at in others else {})
 
 
 def changed(what: str, **facts: str) -> UsageError:
@@ -116,12 +102,64 @@ def without_memory(name: str) -> UsageError:
 
 
 def read_places(tensors: Sequence[torch.Tensor]) -> Places:
-    """Return where tensors are, by torch; the address of one that has none is 0."""
-    places = np.zeros(len(tensors), dtype=PLACE)
-    places["address"] = list(map(_address, tensors))
-    places["offset"] = list(map(torch.Tensor.storage_offset, tensors))
-    places["storage_bytes"] = [tensor.untyped_storage().nbytes() for tensor in tensors]
+    """Return where tensors are, whatever they are like. RuntimeError for one that has no storage."""
+    places = _places(tensors, None)
+    assert places is not None
     return places
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> U64:
+    """Return the addresses of tensors; 0 of one that has none."""
+    return np.array(_addresses(tensors), dtype=np.uint64)
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    return (tensors[begin : begin + _AT_A_TIME] for begin in range(0, len(tensors), _AT_A_TIME))
+
+
+def _facts(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return the facts of some tensors: a list for each, and by their numbers others of those that are not plain."""
+    types = list(map(type, tensors))
+    if PLAIN_TENSORS.issuperset(types):
+        types = [torch.Tensor] * len(types)
+    else:
+        types = [torch.Tensor if kind in PLAIN_TENSORS else kind for kind in types]
+    dtypes, are_dense = list(map(_dtype, tensors)), list(map(_is_dense, tensors))
+    are_on_host, are_negated = list(map(_is_cpu, tensors)), list(map(_is_neg, tensors))
+    are_plain = all(are_dense) and all(are_on_host) and _COMPLEX.isdisjoint(dtypes)
+    others = {
+        number: (tensor.stride(), tensor.device, tensor.layout, tensor.is_conj(), is_transformed(tensor))
+        for number, tensor in enumerate(() if are_plain else tensors)
+        if not are_dense[number] or not are_on_host[number] or dtypes[number] in _COMPLEX
+    }
+    return list(map(_size, tensors)), dtypes, are_dense, types, are_on_host, are_negated, others
+
+
+def _places(tensors: Sequence[torch.Tensor], facts: Sequence[tuple[Any, ...]] | None) -> Places | None:
+    """Return where tensors are; facts: None or those that they must have."""
+    storages: list[torch.UntypedStorage] = []
+    addresses: list[int] = []
+    begins: list[int] = []
+    bytes: list[int] = []
+    for number, part in enumerate(_parts(tensors)):
+        held, found = list(map(torch.Tensor.untyped_storage, part)), _addresses(part)
+        # Whatever is changed meanwhile gets another address, or other facts in the same memory: then those of before
+        # are true of what is there.
+        if facts is not None and (_facts(part) != facts[number] or _addresses(part) != found):
+            return None
+        storages += held
+        addresses += found
+        begins += map(torch.UntypedStorage.data_ptr, held)
+        bytes += map(torch.UntypedStorage.nbytes, held)
+    sizes = np.array(bytes, dtype=np.int64)
+    return Places(storages, np.array(begins, dtype=np.uint64), sizes, np.array(addresses, dtype=np.uint64))
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # One has none.
+        return list(map(_address, tensors))
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -131,18 +169,9 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _type(tensor: torch.Tensor) -> type:
-    kind = type(tensor)
-    return torch.Tensor if kind in PLAIN_TENSORS else kind
-
-
-def _is_of(kind: type, known: type) -> bool:
-    return kind is known or (known is torch.Tensor and kind in PLAIN_TENSORS)
-
-
 def _described(tensor: torch.Tensor) -> str:
     try:
-        kind = _type(tensor).__name__
+        kind = "Tensor" if type(tensor) in PLAIN_TENSORS else type(tensor).__name__
         return f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}, {kind}"
-    except (AttributeError, RuntimeError, ValueError):
+    except _NOT_THERE:
         return f"a {type(tensor).__name__} without sizes or strides"

@@ -4,8 +4,8 @@ Tables that have regions in the arena (regions.py) are left out: what a save wri
 is planned behind the fence.
 
 `PlanCache.plan` compares the state's facts (leaf_facts.py) with those of the plan it made last, and which leaves share
-memory. For thousands of tensors making a plan is a hundred milliseconds. Addresses and sizes of storages may change
-from save to save and are read each time.
+memory; or leaves that to the capture, which has to look in any case. For thousands of tensors making a plan takes a
+hundred milliseconds. Addresses and sizes of storages may change from save to save and are read each time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import LeafFacts, read_places
+from asyncckpt.plan.leaf_facts import LeafFacts, addresses_of
 from asyncckpt.plan.leaf_memory import LeafMemory, check_leaf, sharing_of
 from asyncckpt.plan.regions import column_specs
 from asyncckpt.plan.state import FlatState
@@ -103,7 +103,7 @@ class SavePlan:
     def fits(self, held: Sequence[torch.Tensor]) -> bool:
         """Return whether tensors of a state with this tree are what was planned."""
         places = self.facts.places(held)
-        return places is not None and (self.memory is None or self.memory.is_shared_alike(places["address"]))
+        return places is not None and (self.memory is None or self.memory.is_shared_alike(places.addresses))
 
     @property
     def arena_bytes(self) -> int:
@@ -130,6 +130,7 @@ class PlanCache:
         self._rank = rank
         self._ranks_count = ranks_count
         self._kept: dict[tuple[frozenset[str], frozenset[str], bool], _KeptPlan] = {}
+        self.tree: Node | None = None
         self.plans_made_count = 0
 
     def plan(
@@ -141,11 +142,13 @@ class PlanCache:
         in_regions: Collection[str] = (),
         by_peers: frozenset[int] = frozenset(),
         shares: bool = True,
+        by_tree: bool = False,
     ) -> SavePlan:
         """Return the plan for this state: the last one while its facts are the same.
 
         deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers:
         leaves that other ranks write. shares: False: each leaf has blocks of its own, whatever memory it shares.
+        by_tree: return the last one of this tree and these tables; who captures compares the facts.
         """
         choice = (frozenset(deferred), frozenset(in_regions), bool(by_peers))
         planned = [item for item in cuts if item.name not in choice[1]]
@@ -160,12 +163,14 @@ class PlanCache:
         classes = tuple(class_names(owner) for _, owner in flat.stateful)
         key = (classes, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
-        if kept is None or key != kept.key or not flat.has_tree(kept.plan.tree) or not kept.plan.fits(flat.held):
+        is_kept = kept is not None and key == kept.key and flat.has_tree(kept.plan.tree)
+        if kept is None or not is_kept or not (by_tree or kept.plan.fits(flat.held)):
             if self._ranks_count == 1:
                 check_all_here(flat)
             plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares, classes)
             self._kept[choice] = kept = _KeptPlan(key, plan)
             self.plans_made_count += 1
+        self.tree = kept.plan.tree
         return kept.plan
 
     def _make(
@@ -202,7 +207,7 @@ class PlanCache:
         flat = still
         memory, sharing = None, NOTHING_SHARED
         if shares:
-            memory = LeafMemory(flat, self._device_of, read_places(flat.held)["address"])
+            memory = LeafMemory(flat, self._device_of, addresses_of(flat.held))
             sharing = sharing_of(flat, memory, names)
         left_out = by_peers.union(item.leaf for item in sharing.tied)
         boxes = _dense_specs(flat, names, left_out, self._ranks_count)

@@ -1,7 +1,9 @@
 """Take the user's dense state apart: a tree of containers, its tensors and its plain values, in depth-first order.
 
 Runs at every save on the training thread, so it does the least per leaf; names and paths are made only when the tree
-changed.
+changed. Each save walks through all of the state. The tree of the save before (`like`) saves only the making of nodes:
+where a container is what a node of it says, that node is returned in place of an equal new one, and of two trees that
+are one object nothing has to be compared.
 """
 
 from __future__ import annotations
@@ -10,20 +12,22 @@ import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import eq, is_
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.module_facts import facts_of
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path, metadata_in
-from asyncckpt.format.values import encode_value, mapping_kind
+from asyncckpt.format.values import encode_value, encode_values, mapping_kind
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import Table
+from asyncckpt.plan.module_state import PLAIN_TENSORS, state_of
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.wrapped_names import unwrapped, with_plain_names
 
@@ -32,20 +36,8 @@ STATE_DEPTH_MAX = 64
 TensorsArgument = Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor | Sharded | np.ndarray[Any, Any]]
 _PYTHONS = frozenset((dict, OrderedDict, Counter, defaultdict))
 _KEY_TYPES = (int, bool, float, type(None))
-NUMBERS = frozenset((bool, int, float, type(None)))  # Any of them can be stored.
-# Tensors of these types are all there; others may be spread over ranks.
-PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else None))
-
-
-@dataclass(frozen=True)
-class EncodedValues:
-    """Plain values of a state that are the same as ever, by their numbers, as the manifest has them: object [values].
-
-    changing: the numbers of all others.
-    """
-
-    values: NDArray[Any]
-    changing: Sequence[int]
+_NUMBERS = frozenset((bool, int, float, type(None)))  # Any of them can be stored.
+_TEXT, _INT = frozenset((str,)), frozenset((int,))
 
 
 @dataclass
@@ -57,10 +49,9 @@ class FlatState:
     originals: by number, the user's own objects of leaves that are spread, or arrays. text_bytes: what the texts and
     bytes among the values take in a manifest, at least. wrapped: by the paths of modules with wrappers inside of them,
     what their own state dicts call each name (wrapped_names.py). given: the tensors in mappings of other kinds than
-    Python's, which may make them anew: (path of the mapping, it, key, tensor). asked: objects and what their
-    state_dict() has returned in this save already. encoded: where a kept walk (kept_walk.py) was followed. live: see
-    held_still. is_spelled: the tree has what may equal something else: 0.0 and -0.0, a fact of True and one of 1. Holds
-    the user's tensors: keep it no longer than the capture takes.
+    Python's, which may make them anew: (path of the mapping, it, key, tensor). asked: objects and their states in this
+    save. live: see held_still. is_spelled: the tree has what may equal something else: 0.0 and -0.0, a fact of True and
+    one of 1. Holds the user's tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -74,18 +65,12 @@ class FlatState:
     wrapped: dict[Path, Mapping[str, str]] = field(default_factory=dict)
     given: list[tuple[Path, Mapping[Any, Any], Any, torch.Tensor]] = field(default_factory=list)
     asked: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    encoded: EncodedValues | None = None
     live: Sequence[torch.Tensor] | None = None
     is_spelled: bool = False
 
     def encoded_values(self) -> tuple[Json, ...]:
         """Return the values as the manifest has them."""
-        if self.encoded is None:
-            return tuple(encode_value(value, owner="of the state") for value in self.values)
-        encoded = self.encoded.values.copy()
-        for number in self.encoded.changing:
-            encoded[number] = encode_value(self.values[number], owner="of the state")
-        return tuple(encoded.tolist())
+        return tuple(encode_values(self.values, owner="of the state"))
 
     def has_tree(self, tree: Node) -> bool:
         """Return whether the tree is this one, with all types and signs."""
@@ -149,11 +134,11 @@ def _named(item: Any, index: int) -> tuple[str | None, Any]:
     return (name if isinstance(name, str) and name else str(index)), item
 
 
-def flatten(state: Mapping[str, Any], asked: dict[int, tuple[Any, Any]] | None = None) -> FlatState:
-    """Flatten a named state. UsageError naming the key path for what cannot be saved. asked: see FlatState."""
-    flat = FlatState(asked=asked or {})
-    flat.tree = ("dict", *_node(state, flat, (), [])[1:])
-    if not {str}.issuperset(map(type, flat.tree[1])):
+def flatten(state: Mapping[str, Any], like: Node | None = None) -> FlatState:
+    """Flatten a named state. UsageError naming the key path for what cannot be saved. like: an earlier tree of it."""
+    flat = FlatState()
+    flat.tree = _container(state, flat, (), [], like, kind="dict")
+    if not _TEXT.issuperset(map(type, flat.tree[1])):
         found = next(key[1] for key in flat.tree[1] if not isinstance(key, str))
         raise UsageError("a top-level name is not a string", found=found)
     more = [piece.tensor for leaf in flat.sharded.values() for piece in leaf.pieces[1:]]
@@ -164,17 +149,17 @@ def flatten(state: Mapping[str, Any], asked: dict[int, tuple[Any, Any]] | None =
 def flatten_part(value: Any, path: tuple[Any, ...], asked: dict[int, tuple[Any, Any]]) -> FlatState:
     """Flatten what is at a path of a state, and add to `asked`."""
     flat = FlatState(asked=asked)
-    flat.tree = _node(value, flat, path, [])
+    flat.tree = _node(value, flat, path, [], None)
     flat.held = flat.tensors
     return flat
 
 
-def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
-    if type(value) in NUMBERS:  # These two first: an optimizer has thousands of each.
+def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None) -> Node:
+    if type(value) in _NUMBERS:  # These two first: an optimizer has thousands of each.
         _value(value, flat, path)
         return VALUE
     if type(value) is dict:
-        return _container(value, flat, path, parents)
+        return _container(value, flat, path, parents, like)
     if isinstance(value, (torch.Tensor, Sharded)):
         _tensor(value, flat, path)
         return TENSOR
@@ -188,7 +173,7 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
         flat.tensors.append(_from_numpy(value, path))
         return SCALAR if isinstance(value, np.generic) else ARRAY
     if (isinstance(value, (Mapping, list, tuple)) and type(value) is not torch.Size) or _has_state(value):
-        return _container(value, flat, path, parents)
+        return _container(value, flat, path, parents, like)
     _value(value, flat, path)
     return VALUE
 
@@ -198,7 +183,7 @@ def _value(value: Any, flat: FlatState, path: tuple[Any, ...]) -> None:
     flat.values.append(value)
     if len(flat.values) > limits.VALUES_MAX:
         limits.check_values_count(len(flat.values), last=_shown(path))
-    if type(value) in NUMBERS:
+    if type(value) in _NUMBERS:
         return
     if isinstance(value, (str, bytes)):
         flat.text_bytes += len(value) if isinstance(value, str) else len(value) * 4 // 3
@@ -227,33 +212,58 @@ def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...
     flat.tensors.append(value)
 
 
-def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
+def _container(
+    value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None, kind: str = ""
+) -> Node:
+    """kind: of a mapping, whatever it is; "": its own."""
     if id(value) in parents:
         raise UsageError(f"state {_shown(path)} contains itself")
     if len(parents) > STATE_DEPTH_MAX:
         raise UsageError(f"state {_shown(path[:8])}... is nested too deeply", expected=f"{STATE_DEPTH_MAX} levels")
     parents = [*parents, id(value)]
     if isinstance(value, Mapping):
-        return _mapping(value, flat, path, parents)
+        return _mapping(value, flat, path, parents, like, kind)
     if isinstance(value, (list, tuple)):
-        children = tuple(_node(child, flat, (*path, index), parents) for index, child in enumerate(value))
-        return ("list" if isinstance(value, list) else "tuple", children)
+        return _sequence(value, flat, path, parents, like)
     value = unwrapped(value)
     at = tuple(stored_key(key, path) for key in path)
     flat.stateful.append((at, value))
     if id(value) not in flat.asked:
-        flat.asked[id(value)] = value, value.state_dict()
+        flat.asked[id(value)] = value, state_of(value)
     state = flat.asked[id(value)][1]
     if isinstance(value, torch.nn.Module) and isinstance(state, Mapping):
         state, wrapped = with_plain_names(value, state)
         if wrapped:
             flat.wrapped[at] = wrapped
-    node = _node(state, flat, path, parents)
-    return ("state", ("dict", *node[1:]) if node[0] == "ordered" else node)
+    like = like if like is not None and like[0] == "state" else None
+    below = None if like is None else like[1]
+    if isinstance(state, OrderedDict):
+        node = _container(state, flat, path, parents, below, kind="dict")
+    else:
+        node = _node(state, flat, path, parents, below)
+    return like if like is not None and node is below else ("state", node)
 
 
-def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
-    kind = "dict" if type(value) is dict else mapping_kind(value)
+def _sequence(
+    value: Sequence[Any], flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None
+) -> Node:
+    kind = "list" if isinstance(value, list) else "tuple"
+    items = tuple(value)
+    like = like if like is not None and like[0] == kind and len(like[1]) == len(items) else None
+    children: tuple[Node, ...]
+    if _NUMBERS.issuperset(map(type, items)) and len(flat.values) + len(items) <= limits.VALUES_MAX:
+        flat.values += items
+        children = (VALUE,) * len(items)
+    else:
+        pairs = enumerate(zip(items, repeat(None, len(items)) if like is None else like[1], strict=True))
+        children = tuple([_node(item, flat, (*path, index), parents, old) for index, (item, old) in pairs])
+    return like if like is not None and _are_same(children, like[1]) else (kind, children)
+
+
+def _mapping(
+    value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None, kind: str
+) -> Node:
+    kind = kind or ("dict" if type(value) is dict else mapping_kind(value))
     try:
         # Not items(): thousands of pairs alive at once would start a full garbage collection.
         names, values = list(value.keys()), list(value.values())
@@ -262,27 +272,63 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
         metadata = metadata_in(value)
     except (RuntimeError, KeyError) as error:
         raise UsageError(f"state {_shown(path)} was changed by another thread while it was read: {error}") from error
-    if set(map(type, names)) == {str}:
-        keys: tuple[Key, ...] = tuple(names)
-    else:
-        keys = tuple([name if type(name) is str else stored_key(name, path) for name in names])
-        flat.is_spelled |= float in map(type, names)
+    like = like if like is not None and like[0] == kind and len(like[1]) == len(names) else None
+    keys = _keys(names, flat, path, None if like is None else like[1])
     facts = () if metadata is None else (facts_of(metadata, keys, owner=_shown(path)),)
-    flat.is_spelled |= any(type(fact) is dict for _, fact in facts[0]) if facts else False
+    if facts and any(type(fact) is dict for _, fact in facts[0]):
+        flat.is_spelled, like = True, None
     if type(value) not in _PYTHONS:
         pairs = zip(names, values, strict=True)
         flat.given += [(path, value, name, child) for name, child in pairs if isinstance(child, torch.Tensor)]
     if PLAIN_TENSORS.issuperset(map(type, values)):  # By far the most frequent: no path, no loop.
         flat.tensors += values
-        return (kind, keys, (TENSOR,) * len(values), *facts)
-    children = []
-    for key, child in zip(names, values, strict=True):
-        if type(child) in PLAIN_TENSORS:
-            flat.tensors.append(child)
-            children.append(TENSOR)
-        else:
-            children.append(_node(child, flat, (*path, key), parents))
+        children: Sequence[Node] = (TENSOR,) * len(values)
+    else:
+        children = []
+        below = repeat(None, len(names)) if like is None else like[2]
+        for key, child, old in zip(names, values, below, strict=True):
+            if type(child) in PLAIN_TENSORS:
+                flat.tensors.append(child)
+                children.append(TENSOR)
+            elif old is not None and type(child) is dict and _has_tensors_of(child, old, flat):
+                children.append(old)
+            else:
+                children.append(_node(child, flat, (*path, key), parents, old))
+    if like is not None and keys is like[1] and facts == like[3:] and _are_same(children, like[2]):
+        return like
     return (kind, keys, tuple(children), *facts)
+
+
+def _keys(names: list[Any], flat: FlatState, path: tuple[Any, ...], like: tuple[Key, ...] | None) -> tuple[Key, ...]:
+    """Return the keys of a mapping; like: those of its earlier node, returned where they are the same."""
+    types = set(map(type, names))
+    if types == _INT and like is not None and all(map(eq, zip(repeat("int"), names), like)):
+        return like  # An optimizer has thousands of them.
+    if types == _TEXT:
+        keys = tuple(names)
+    else:
+        keys = tuple([name if type(name) is str else stored_key(name, path) for name in names])
+        if float in types:
+            flat.is_spelled = True
+            return keys
+    return like if like is not None and keys == like else keys
+
+
+def _has_tensors_of(value: dict[Any, Any], like: Node, flat: FlatState) -> bool:
+    """Take the tensors of a dict that has the keys of a node of one and plain tensors alone, else nothing."""
+    own = value.copy()  # Nobody else changes this one.
+    keys = like[1]
+    if like[0] != "dict" or len(like) != 3 or len(own) != len(keys) or like[2].count(TENSOR) != len(keys):
+        return False
+    # Of keys that are equal, but not the same, the types may differ.
+    if not all(map(is_, own, keys)) or not PLAIN_TENSORS.issuperset(map(type, own.values())):
+        return False
+    flat.tensors += own.values()
+    return True
+
+
+def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(items) == len(others) and all(map(is_, items, others))
 
 
 def stored_key(key: Any, path: tuple[Any, ...]) -> Key:

@@ -19,8 +19,9 @@ _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 # What holds the module in wrappers that are known by nothing else: torch.compile, activation checkpointing, FSDP1.
 _SURE = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _SURE_PART = re.compile(rf"(?<![^.])({'|'.join(_SURE)})\.")
-_ANY_PART = re.compile(rf"(?<![^.])({'|'.join((*_SURE, 'module'))})(?![^.])")
-_ANY_PREFIX = re.compile(rf"(?<![^.])({'|'.join((*_SURE, 'module'))})\.")
+_ANY = (*_SURE, "module")
+_ANY_PART = re.compile(rf"(?<![^.])({'|'.join(_ANY)})(?![^.])")
+_ANY_PREFIX = re.compile(rf"(?<![^.])({'|'.join(_ANY)})\.")
 
 
 def inner_name(module: Any) -> str | None:
@@ -135,4 +136,5 @@ def with_wrapped_names(module: torch.nn.Module, state: Any, wrapped: Mapping[str
 
 def has_wrappers(names: Iterable[Any]) -> bool:
     """Return whether one of these names may have a wrapper in it."""
-    return any(_ANY_PART.search(name) for name in names if type(name) is str)
+    text = ".".join([name for name in names if type(name) is str])  # A search in each takes ten times as long.
+    return any(part in text for part in _ANY) and _ANY_PART.search(text) is not None

@@ -11,9 +11,10 @@ table that is deferred only the cache level is copied, and the table keeps what 
 `capture` has returned and the copies are launched the live state may change: the fence.
 
 Tensors are looked at right before they are copied, here, for boxes that somebody else has planned, and for a state that
-DCP stages. Signal handlers, finalizers and other threads may have run since the plan was made, while the call waited,
-touched memory or copied without the interpreter lock. So what is copied has the facts of the plan, or the save is
-refused by the name of the tensor.
+DCP stages; and again where tables were captured, or torch has copied, since. Signal handlers, finalizers and other
+threads may have run since the plan was made, while the call waited, touched memory or copied without the interpreter
+lock. So what is copied has the facts of the plan. Otherwise a new plan takes the place of one of an earlier save, and a
+save that has made its plan itself is refused by the name of the tensor.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.errors import CheckpointError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
@@ -45,6 +47,18 @@ if TYPE_CHECKING:
     from asyncckpt.devices.step_copies import StepCopies
     from asyncckpt.snapshot.overlay import Overlay
     from asyncckpt.snapshot.table_capture import TableCapture
+
+
+class NotAsPlanned(Exception):
+    """The tensors of the state are not what was planned; nothing was captured.
+
+    error: of a save whose own plan that is.
+    """
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(error)
+        self.error = error
+
 
 Segments = NDArray[np.uint64]
 NO_SEGMENTS: Segments = np.empty((0, 3), dtype=np.uint64)
@@ -105,19 +119,26 @@ def capture(
 ) -> None:
     """Fill `image`, the bytes of the arena that the plan has, with all blocks, and the regions of `tables`.
 
-    What has to come from devices is added to `copies`. Headers are written by the shard room.
+    What has to come from devices is added to `copies`. Headers are written by the shard room. NotAsPlanned; UsageError
+    where tensors change meanwhile.
     """
     memory = torch.from_numpy(image)
-    if (plan.ways.way[plan.pieces.tensor] == BY_TORCH).any():
-        put_by_torch(plan.pieces, look_at(plan, flat.now), copies, memory)
+    try:
+        live = look_at(plan, flat.now)
+    except CheckpointError as error:
+        raise NotAsPlanned(error) from error
+    by_torch = bool((plan.ways.way[plan.pieces.tensor] == BY_TORCH).any())
+    if by_torch:
+        put_by_torch(plan.pieces, live, copies, memory)
     segments = [table.segments() for table in tables]
     for number, (index, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[index], column, number, copies, image))
     caches = [_cache_copy(item.cache, cuts[item.table].cut, copies, image) for item in plan.deferred.tables]
     segments += [found for _, found in caches]
-    live = look_at(plan, flat.now)  # Held until the copy has ended.
+    if by_torch or cuts:  # Others have run meanwhile.
+        live = look_at(plan, flat.now)
     segments.append(list_pieces(plan.pieces, live, copies, memory))
-    core.copy(np.ascontiguousarray(np.concatenate(segments)))
+    core.copy(np.ascontiguousarray(np.concatenate(segments)))  # What is copied is held by `live`.
     for table in tables:
         table.gather()
     if plan.columns:
@@ -247,31 +268,30 @@ def look(
     not matter which of them share memory.
     """
     copied = ways.spans > 0
+    by_torch = copied & (ways.way == BY_TORCH)
     seen = list(tensors)
+    for number in np.flatnonzero(by_torch).tolist():
+        seen[number] = still(seen[number])
     try:
-        for number in np.flatnonzero(copied & (ways.way == BY_TORCH)).tolist():
-            seen[number] = still(seen[number])
-        storages = list(map(torch.Tensor.untyped_storage, seen))  # First: what is read of them stays true then.
         places = read_places(seen) if facts is None else facts.places(seen)
-        held = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), dtype=np.uint64, count=len(storages))
-    except (RuntimeError, ValueError):  # One is of a kind now that has no memory.
+    except RuntimeError:  # One is of a kind now that has no memory.
         places = None
     if places is None:
         assert facts is not None
         raise facts.difference(tensors, name)
-    offsets = places["offset"] * ways.itemsizes
-    for number in np.flatnonzero(copied & (offsets + ways.spans > places["storage_bytes"])).tolist():
+    for number in np.flatnonzero(by_torch).tolist():
         check_extent(seen[number], name(number))
-        raise changed(f"tensor {name(number)!r} has become another one", found="a storage that was shrunk for a moment")
-    copied &= ways.way != BY_TORCH
-    for number in np.flatnonzero(copied & (places["address"] == 0)).tolist():
+    copied &= ~by_torch
+    for number in np.flatnonzero(copied & (places.addresses == 0)).tolist():
         raise without_memory(name(number))
-    for number in np.flatnonzero(copied & (places["address"] - offsets.astype(np.uint64) != held)).tolist():
+    offsets = places.addresses.astype(np.int64) - places.begins.astype(np.int64)
+    for number in np.flatnonzero(copied & ((offsets < 0) | (offsets + ways.spans > places.bytes))).tolist():
+        check_extent(seen[number], name(number))
         raise changed(f"tensor {name(number)!r} has become another one", found="memory that it got at this moment")
-    if memory is not None and not memory.is_shared_alike(places["address"]):
+    if memory is not None and not memory.is_shared_alike(places.addresses):
         raise changed("tensors of the state have become others", found="others of them that share memory")
-    begins = np.where(copied, places["address"], np.uint64(0))
-    return LiveTensors(tensors=seen, ways=ways, begins=begins, storages=storages, name=name)
+    begins = np.where(copied, places.addresses, np.uint64(0))
+    return LiveTensors(tensors=seen, ways=ways, begins=begins, storages=places.storages, name=name)
 
 
 def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: Copies, memory: torch.Tensor) -> U64:

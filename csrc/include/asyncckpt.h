@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_ABI_VERSION 9u
+#define AC_ABI_VERSION 10u
 #define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
 #define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
 #define AC_DIGEST_BYTES 16u
@@ -228,82 +228,6 @@ typedef struct ac_row_update {
  * changed. On `threads` threads (0 = all cores; the caller is one of them). */
 AC_API int32_t ac_update_rows(const ac_row_update* update, const int64_t* rows, uint64_t count, uint32_t threads,
                               ac_error* error);
-
-/* ---- tensors: whether torch's tensors are what they were, and where they are now -----------------------------------
- * The functions are those of torch's stable C interface, which the caller has found in the torch of this process; and
- * where that keeps the type of an object, its tensor and the tensor's dispatch keys, which the caller has tried out. */
-
-typedef struct ac_torch {
-  const void* dim;             /* aoti_torch_get_dim, and so on */
-  const void* sizes;
-  const void* strides;
-  const void* storage_offset;
-  const void* storage_size;
-  const void* data_ptr;
-  const void* dtype;
-  const void* device_type;
-  const void* device_index;
-  uint64_t type_offset;        /* bytes in an object */
-  uint64_t tensor_offset;      /* bytes in an object */
-  uint64_t keys_offset;        /* bytes in what lies there */
-  uint64_t memory_offset;      /* the same, of what has the size of the storage, which is asked for ahead; 0: not known */
-} ac_torch;
-
-typedef struct ac_tensor {
-  uint64_t type;
-  uint64_t keys;
-  uint64_t shape;              /* where its sizes begin in `shapes`; its strides are behind them */
-  int32_t dim;
-  int32_t dtype;               /* as torch numbers them */
-  int32_t device_type;
-  int32_t device_index;
-} ac_tensor;
-
-typedef struct ac_tensor_place {
-  uint64_t address;
-  int64_t offset;              /* in its storage, in elements */
-  int64_t storage_bytes;
-} ac_tensor_place;
-
-/* Compare objects, which the caller keeps alive, with what is known of them, and write the place of each. *alike: all of
- * them if each is as known; else how many come before the first one that is not, or that torch raises for, and places
- * are undefined. Of an object of another type nothing else is read. The tensors must not change meanwhile. */
-AC_API int32_t ac_tensors(const ac_torch* torch, const void* const* objects, const ac_tensor* known, uint64_t count,
-                          const int64_t* shapes, ac_tensor_place* places, uint64_t* alike, ac_error* error);
-
-/* ---- a walk: whether objects of Python refer to each other as they did, and what lies at some places of them now ----
- * The functions are those of Python's stable interface. A walk is words, those of one visit behind those of another: an
- * ac_walk_step, what it needs, and the visits inside of it. Of an object only what its type is known to have is read. */
-
-typedef struct ac_python {
-  const void* dict_next;       /* PyDict_Next, and so on */
-  const void* dict_of;         /* PyObject_GenericGetDict */
-  const void* object_size;
-  const void* list_item;       /* PyList_GetItem */
-  const void* tuple_item;
-  const void* hold;            /* Py_IncRef */
-  const void* let_go;          /* Py_DecRef */
-  uint64_t type_offset;        /* bytes in an object */
-} ac_python;
-
-#define AC_WALK_NO_SLOT UINT64_MAX
-
-typedef enum ac_walk_step {
-  AC_WALK_ANY = 0,             /* whatever it is */
-  AC_WALK_TAKE = 1,            /* slot, type (0: any): goes to `found` */
-  AC_WALK_SAME = 2,            /* address */
-  AC_WALK_EMPTY = 3,           /* type: has no items */
-  AC_WALK_DICT = 4,            /* type, count, then for each item in their order: address of its key, visit of its value */
-  AC_WALK_LIST = 5,            /* type, count, visits */
-  AC_WALK_TUPLE = 6,
-  AC_WALK_OBJECT = 7           /* type, slot or AC_WALK_NO_SLOT: as TAKE; visit of its __dict__ */
-} ac_walk_step;
-
-/* Visit `root`. *alike: 1 when all is as the words say; then found[slot] is what was taken, and the caller owns a
- * reference to each. What was there before, an object or NULL, is let go, also when *alike is 0. Nothing must change
- * meanwhile. Where a function of Python fails, *alike is 0, and its exception is set. AC_INVALID: the words are none. */
-AC_API int32_t ac_walk(const ac_python* python, const void* root, const uint64_t* words, uint64_t words_count,
-                       const void** found, uint64_t slots, uint64_t* alike, ac_error* error);
 
 /* ---- id map: int64 id -> row ------------------------------------------------------------------------------------
  * Open addressing over 16-byte (id, row) slots. Any int64 bit pattern is an id. New ids get the row that was freed

@@ -19,7 +19,7 @@ from asyncckpt.dcp import AsyncStager, StorageReader, StorageWriter
 from asyncckpt.engine.save.staged_tensors import _give_back, lent_arena
 from asyncckpt.native import core
 from asyncckpt.plan import image
-from asyncckpt.plan.leaf_facts import read_places
+from asyncckpt.plan.leaf_facts import addresses_of
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
 from tests.dcp.model import differences, image_of
@@ -328,7 +328,7 @@ def test_a_forked_child_knows_nothing_of_what_its_parent_has_staged() -> None:
     """The arena is not mapped there: tensors of the child may get its addresses, and would be copied into it."""
     staged = AsyncStager().stage({"a": torch.arange(70_000.0)})
     assert isinstance(staged, dict)
-    begins = read_places([staged["a"]])["address"]
+    begins = addresses_of([staged["a"]])
     lent = lent_arena(begins)
     assert lent is not None
     child = os.fork()

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncckpt.native.tensors import Places
-from asyncckpt.plan.leaf_facts import LeafFacts, read_places
+from asyncckpt.plan.leaf_facts import LeafFacts, Places, read_places
 from tests.end_to_end.moving_tensors import CASES, mistakes
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has its places elsewhere")

@@ -1,4 +1,4 @@
-"""Modules and optimizers that are followed past their state_dict() are saved as what that would have returned."""
+"""Modules that are read past their state_dict() are saved as what that would have returned."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.native import torch_calls
-from asyncckpt.native.walks import WalkWords
-from asyncckpt.plan import walk_recorder
-from asyncckpt.plan.kept_walk import KeptWalk
+from asyncckpt.format.tree import Node
+from asyncckpt.plan import module_state
+from asyncckpt.plan import state as plan_state
 from asyncckpt.plan.state import FlatState, flatten
 from tests.end_to_end.registered import CHANGES, World, train
 
 STEPS = 40
-native_only = pytest.mark.skipif(not torch_calls.CAN_READ, reason="the twin follows nothing, nor does torch 2.4")
 # What torch raises where it does not allow a change of what earlier changes made, and we for what cannot be saved.
 NOT_ALLOWED = (RuntimeError, AttributeError, TypeError, KeyError, ValueError, IndexError, asyncckpt.CheckpointError)
 
@@ -34,10 +32,32 @@ def quiet() -> Iterator[None]:
         yield
 
 
+class Walk:
+    """Walks of one Saver, each with the tree of the one before."""
+
+    def __init__(self) -> None:
+        self.tree: Node | None = None
+        self.kept_count = 0
+
+    def flatten(self, state: Any) -> FlatState:
+        flat = flatten(state, self.tree)
+        self.kept_count += flat.tree is self.tree
+        self.tree = flat.tree
+        return flat
+
+
+def asked(state: Any) -> FlatState:
+    """Flatten a state whose modules are all asked for theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_state, "state_of", lambda owner: owner.state_dict())
+        return flatten(state)
+
+
 def contents(flat: FlatState) -> object:
     """Everything that a save takes from a flattened state, and the values of its tensors."""
     return (
         flat.tree,
+        repr(flat.tree),
         [(type(value), str(value)) for value in flat.values],
         flat.encoded_values(),
         [(path, id(owner)) for path, owner in flat.stateful],
@@ -65,10 +85,11 @@ def run_of(seed: int, seen: Callable[[World, str], None]) -> None:
         world.restore()
 
 
-def is_alike(walk: KeptWalk, world: World) -> bool:
-    """Whether a kept walk gives what another one does; hooks that change the state may come between the two."""
-    kept, plain = outcome(walk.flatten, world.state), outcome(flatten, world.state)
-    return kept == plain or any(module._state_dict_pre_hooks for module in world.module.modules())
+def is_alike(walk: Walk, world: World) -> bool:
+    """Whether walks give the same, whatever they know; hooks that change the state may come between two of them."""
+    ways: list[Callable[[Any], FlatState]] = [walk.flatten, flatten, asked]
+    found = [outcome(way, world.state) for way in ways]
+    return found[0] == found[1] == found[2] or any(module._state_dict_pre_hooks for module in world.module.modules())
 
 
 def outcome(function: Callable[[Any], FlatState], state: Any) -> object:
@@ -79,33 +100,32 @@ def outcome(function: Callable[[Any], FlatState], state: Any) -> object:
 
 
 def mistakes(seed: int) -> tuple[list[str], int]:
-    """Flatten by one kept walk and by none; return where they differ, and how often the walk was followed."""
-    walk, found = KeptWalk(without_max=0), list[str]()
+    """Flatten with the tree before, without, and by asking; return where they differ, and how often the tree stayed."""
+    walk, found = Walk(), list[str]()
 
     def seen(world: World, drawn: str) -> None:
         if not is_alike(walk, world):
             found.append(drawn)
 
     run_of(seed, seen)
-    return found, walk.followed_count
+    return found, walk.kept_count
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_followed_is_what_a_walk_would_find(seed: int) -> None:
-    found, followed_count = mistakes(seed)
+def test_what_is_read_with_the_tree_before_is_what_objects_would_say(seed: int) -> None:
+    found, kept_count = mistakes(seed)
     assert found == []
-    assert followed_count > STEPS / 8 or not torch_calls.CAN_READ
+    assert kept_count > STEPS / 8
 
 
-@native_only
 @pytest.mark.parametrize("change", sorted(CHANGES))
-def test_each_change_is_seen_or_followed(change: str) -> None:
-    world, walk = World(1), KeptWalk()
+def test_each_change_is_seen(change: str) -> None:
+    world, walk = World(1), Walk()
     try:
         for _ in range(3):
             train(world)
             walk.flatten(world.state)
-        assert walk.followed_count == 2
+        assert walk.kept_count == 2
         CHANGES[change](world)
         assert is_alike(walk, world)
         assert is_alike(walk, world)
@@ -113,37 +133,28 @@ def test_each_change_is_seen_or_followed(change: str) -> None:
         world.restore()
 
 
-def forget_hooks(self: Any, hooks: Any) -> None:
-    self.words.anything()
-
-
-def forget_empty(self: WalkWords, value: object) -> None:
-    self.anything()
-
-
-def forget_objects(self: WalkWords, value: object, *, is_kept: bool = True) -> None:
-    self.anything()
-
-
-def forget_types(self: WalkWords, slot: int, kind: type | None = None) -> None:
-    TAKE(self, slot)
-
-
-TAKE = WalkWords.take
-FORGOTTEN: dict[str, tuple[object, str, object]] = {
-    "classes": (walk_recorder.Recorded, "is_usual", lambda self: True),
-    "sets": (walk_recorder.Recorded, "has_sets", lambda self, found: True),
-    "hooks": (WalkWords, "empty", forget_empty),
-    "one object": (WalkWords, "same", forget_objects),
-    "types": (WalkWords, "take", forget_types),
-    "methods of objects": (walk_recorder, "_has_own", lambda attributes, methods: False),
+NO_CHECKS: dict[str, tuple[object, str, object]] = {
+    "methods of classes": (module_state, "_TORCHS_OWN", {}),
+    "methods of objects": (module_state, "_NOT_OF_OBJECTS", frozenset()),
+    "hooks": (module_state, "_attributes_of", lambda attributes: without_hooks(attributes)),
+    "what is not saved": (module_state, "_attributes_of", lambda attributes: all_saved(attributes)),
+    "trees": (plan_state, "_are_same", lambda items, others: len(items) == len(others)),
 }
+PARTS = module_state._attributes_of
 
 
-@native_only
-@pytest.mark.parametrize("check", sorted(FORGOTTEN))
+def without_hooks(attributes: dict[str, Any]) -> Any:
+    parameters, buffers, modules, *_, not_saved = PARTS(attributes)
+    return parameters, buffers, modules, {}, {}, not_saved
+
+
+def all_saved(attributes: dict[str, Any]) -> Any:
+    return (*PARTS(attributes)[:-1], set())
+
+
+@pytest.mark.parametrize("check", sorted(NO_CHECKS))
 def test_a_check_that_is_left_out_would_be_found(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, forgotten = FORGOTTEN[check]
+    owner, name, forgotten = NO_CHECKS[check]
     monkeypatch.setattr(owner, name, forgotten)
     assert any(mistakes(seed)[0] for seed in range(25))
 
@@ -255,7 +266,7 @@ def test_an_entry_that_is_renamed_meanwhile_has_its_new_name_from_then_on(tmp_pa
     assert list(asyncckpt.load(tmp_path, step=2)["beside"]) == ["new"]
 
 
-def test_a_state_that_is_nested_too_deeply_to_be_followed_is_walked(tmp_path: Path) -> None:
+def test_a_module_that_is_nested_deeply_is_read(tmp_path: Path) -> None:
     module: torch.nn.Module = torch.nn.Linear(2, 2)
     for _ in range(400):
         module = torch.nn.Sequential(module)

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpointed
 
 import asyncckpt
-from asyncckpt.native import torch_calls
-from asyncckpt.plan.kept_walk import KeptWalk
+from asyncckpt.format.tree import Node
+from asyncckpt.plan.state import flatten
 from tests.end_to_end.test_module_versions import Doubles
 from tests.shares import slow_but_for_a_share
 
@@ -93,14 +93,15 @@ def test_a_module_with_wrapped_parts_has_the_names_of_the_bare_one(tmp_path: Pat
     assert versions == {2}
 
 
-def test_the_walk_of_a_module_with_compiled_parts_is_kept() -> None:
+def test_the_tree_of_a_module_with_compiled_parts_stays() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 1)))
     model[0], model[1][0] = compiled(model[0]), parallel(model[1][0])
-    walk = KeptWalk()
-    for count in range(3):
-        (node,) = walk.flatten({"model": model}).tree[2]
-        assert node[1][1] == ("0.weight", "0.bias", "1.0.weight", "1.0.bias")
-        assert walk.followed_count == count or not torch_calls.CAN_READ
+    tree: Node | None = None
+    for _ in range(3):
+        found = flatten({"model": model}, tree).tree
+        assert found[2][0][1][1] == ("0.weight", "0.bias", "1.0.weight", "1.0.bias")
+        assert found is tree or tree is None
+        tree = found
 
 
 def old_state(model: torch.nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.devices.step_copies import StepCopies
-from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, KeptPlaces, SteppedMemory
+from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, SteppedMemory
 from asyncckpt.engine.features.step_hooks import is_stepping, listen
 from asyncckpt.engine.process.background import Job, background, copiers, run_on
 from asyncckpt.engine.save.device_stage import DeviceStage
@@ -39,7 +39,6 @@ class StepFences(SaveFeature):
         self._optimizers = list(optimizers)
         self._order = list(range(len(self._optimizers)))  # In which they have stepped last.
         self._guard = Guard()  # Any thread's optimizer comes here, also one that trains something else.
-        self._places = [KeptPlaces() for _ in optimizers]
         self._pending: tuple[Pending, ...] = ()
         self._pid = os.getpid()
         # Else it would be compiled with a step that is, anew for each save. Optimizers have loaded the compiler.
@@ -51,7 +50,7 @@ class StepFences(SaveFeature):
         """Return the memory that only steps change. Within a step, none: it has waited already."""
         if is_stepping():
             return NOTHING_STEPPED
-        return SteppedMemory(self._optimizers, bytes_min=STEPPED_BYTES_MIN, places=self._places)
+        return SteppedMemory(self._optimizers, bytes_min=STEPPED_BYTES_MIN)
 
     def planned(self, job: SaveJob, stage: StageChoice) -> None:
         if stage.fallback is None:

@@ -37,7 +37,7 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
     for other in save_lock.in_flight():
         if not other.is_captured:  # It may hold tables.
             check_may_wait_for(other)
-    cut = Cut.begin(target.state, target.tables, target.features, walk=target.memory.walk)
+    cut = Cut.begin(target.state, target.tables, target.features, like=target.memory.plans.tree)
     try:
         stage = choose_stage(target, cut, tuple(map(TableRows, range(len(cut.tables)))))
         found = runtime()

@@ -26,7 +26,6 @@ from asyncckpt.model.table import CutVersion, Table, TableSchema
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64, U8, Progress
 from asyncckpt.options import BusyPolicy, SaveKind, SaveOptions
-from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.regions import CapturedTable, RegionCache, RegionFilesCache, TableRows
 from asyncckpt.plan.save_plan import PlanCache, SavePlan
 from asyncckpt.staging.arena import Arena
@@ -104,7 +103,6 @@ class SaverMemory:
     """
 
     plans: PlanCache
-    walk: KeptWalk = field(default_factory=KeptWalk)
     regions: RegionCache = field(default_factory=RegionCache)
     region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
     newest: ChainLink | None = None

@@ -30,7 +30,7 @@ from asyncckpt.model.row_places import ArenaContents
 from asyncckpt.model.torch_use import uses_devices
 from asyncckpt.plan.regions import Regions, RegionWish, TableRows, plan_regions, row_bytes_of
 from asyncckpt.plan.save_plan import CutTable, SavePlan
-from asyncckpt.snapshot.capture import CopiesOnHost, capture
+from asyncckpt.snapshot.capture import CopiesOnHost, NotAsPlanned, capture
 
 if TYPE_CHECKING:
     from asyncckpt.snapshot.table_capture import TableCapture
@@ -68,16 +68,21 @@ def device_of(tensor: torch.Tensor) -> int | None:
 # -- how ---------------------------------------------------------------------------------------------------------------
 
 
-def choose_stage(target: SaveTarget, cut: Cut, rows: Sequence[TableRows], *, is_delta: bool = False) -> StageChoice:
-    """Choose for a save that shall not block. rows: what it writes of each table, by its number among the cuts."""
+def choose_stage(
+    target: SaveTarget, cut: Cut, rows: Sequence[TableRows], *, is_delta: bool = False, by_tree: bool = False
+) -> StageChoice:
+    """Choose for a save that shall not block.
+
+    rows: what it writes of each table, by its number among the cuts. by_tree: see PlanCache.plan.
+    """
     options, arenas, limit = target.options, target.arenas, target.options.host_memory_limit
     host_level = "copy" if options.debug.audit else options.device.host_level
-    last = _stage(target, cut, rows, is_delta, deferred=())
+    last = _stage(target, cut, rows, is_delta, by_tree, deferred=())
     if host_level != "first_touch" and arenas.fits(last.arena_bytes, limit_bytes=limit):
         return last
     deferred = [] if host_level == "copy" else _can_be_left_open(target, cut, rows)
     if deferred or host_level == "first_touch":
-        last = _stage(target, cut, rows, is_delta, deferred=deferred)
+        last = _stage(target, cut, rows, is_delta, by_tree, deferred=deferred)
         if arenas.fits(last.arena_bytes, limit_bytes=limit):
             return last
     shown = "a share of what is available" if limit is None else f"{limit} bytes"
@@ -103,7 +108,7 @@ def _can_be_left_open(target: SaveTarget, cut: Cut, rows: Sequence[TableRows]) -
 
 
 def _stage(
-    target: SaveTarget, cut: Cut, rows: Sequence[TableRows], is_delta: bool, *, deferred: Collection[str]
+    target: SaveTarget, cut: Cut, rows: Sequence[TableRows], is_delta: bool, by_tree: bool, *, deferred: Collection[str]
 ) -> StageChoice:
     wishes = [
         RegionWish(
@@ -123,6 +128,7 @@ def _stage(
         in_regions=[wish.name for wish in wishes],
         by_peers=cut.left_out.leaves,
         shares=not target.is_filtered,
+        by_tree=by_tree,
     )
     if not wishes:
         return StageChoice(plan)
@@ -141,7 +147,10 @@ def _is_plain(item: CutTable) -> bool:
 
 
 def fill_arena(job: SaveJob, stage: StageChoice) -> None:
-    """Capture the state in an arena, or let devices and threads begin to: `staged` and `captured` of the job."""
+    """Capture the state in an arena, or let devices and threads begin to: `staged` and `captured` of the job.
+
+    NotAsPlanned, when nothing was captured.
+    """
     options, arenas, layout, copies = job.target.options, job.target.arenas, stage.layout, job.copies
     if copies is None and uses_devices():
         from asyncckpt.engine.save.device_stage import DeviceStage  # See device_of.
@@ -184,6 +193,10 @@ def fill_arena(job: SaveJob, stage: StageChoice) -> None:
             arena.contents = ArenaContents(layout=layout, tables=there)
         arenas.seal(arena)
         job.captured = tuple(table.captured for table in tables)
+    except NotAsPlanned:
+        job.staged.give_back()
+        job.staged = None
+        raise
     except BaseException:  # An interrupt may come when devices write to the arena already.
         if copies is not None:
             job.staged = replace(job.staged, pending=copies.pending)

@@ -15,7 +15,7 @@ from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.save.run_save import commit_alone, end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveCall, SaveJob, SaveTarget
-from asyncckpt.engine.save.stage import choose_stage, fill_arena, unstaged
+from asyncckpt.engine.save.stage import StageChoice, choose_stage, fill_arena, unstaged
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.engine.save.write_files import write_planned
 from asyncckpt.errors import UsageError, warn
@@ -26,6 +26,7 @@ from asyncckpt.model.torch_use import check_not_traced, uses_devices
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.plan.regions import TableRows
 from asyncckpt.signals import wait_until_done
+from asyncckpt.snapshot.capture import NotAsPlanned
 
 
 def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
@@ -115,28 +116,30 @@ def _call_back(job: SaveJob, work: Job | None) -> None:
 
 def _capture(job: SaveJob) -> None:
     """Cut the state, choose how it is staged, and capture it, or wait until the background may read it."""
-    target, call = job.target, job.call
+    target, call, plans = job.target, job.call, job.target.memory.plans
     cutting = time.perf_counter()
-    job.cut = Cut.begin(target.state, target.tables, job.features, call=call.number, walk=target.memory.walk)
+    job.cut = Cut.begin(target.state, target.tables, job.features, call=call.number, like=plans.tree)
     job.rows = tuple(map(TableRows, range(len(job.cut.tables))))
     for feature in job.features:
         feature.chosen(job)
-    # The rows that an audit compares are those in an arena.
-    is_staged = call.staged or target.options.debug.audit
-    is_delta = job.base is not None
-    stage = choose_stage(target, job.cut, job.rows, is_delta=is_delta) if is_staged else unstaged(target, job.cut)
-    for feature in job.features:
-        feature.planned(job, stage)
-    job.plan, job.fallback = stage.plan, stage.fallback
-    job.values = job.cut.flat.encoded_values()
-    if stage.fallback is not None:
-        check_may_wait("a save that does not fit the memory limit")
-        check_may_block_here(stage.fallback)
-        warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
-    job.note("cut", cutting)
-    if is_staged and stage.fallback is None:
+    # The rows that an audit compares are those in an arena. What other ranks write was agreed upon by the shapes of
+    # tensors, so with them these are compared at once; else the capture does it, which looks at them in any case.
+    is_staged, by_tree = call.staged or target.options.debug.audit, target.ranks_count == 1
+    while True:
+        plans_count = plans.plans_made_count
+        stage = _choose_stage(job, is_staged=is_staged, by_tree=by_tree)
         capturing = time.perf_counter()
-        fill_arena(job, stage)
+        if not is_staged or stage.fallback is not None:
+            break
+        try:
+            fill_arena(job, stage)
+            break
+        except NotAsPlanned as found:
+            if not by_tree or plans.plans_made_count > plans_count:  # The state has changed while the call waited.
+                raise found.error from None
+            by_tree = False  # The plan is that of an earlier save.
+    job.note("cut", cutting, capturing)
+    if job.staged is not None:
         for feature in job.features:
             feature.captured(job)
         job.cut.fence()
@@ -147,6 +150,25 @@ def _capture(job: SaveJob) -> None:
         from asyncckpt.devices.fetch import wait_for
 
         wait_for(job.cut.tensors(), streams=target.options.device.streams)
+
+
+def _choose_stage(job: SaveJob, *, is_staged: bool, by_tree: bool) -> StageChoice:
+    """Choose how a save is staged; a warning where it has to block, UsageError where it may not."""
+    target, is_delta = job.target, job.base is not None
+    stage = (
+        choose_stage(target, job.cut, job.rows, is_delta=is_delta, by_tree=by_tree)
+        if is_staged
+        else unstaged(target, job.cut)
+    )
+    for feature in job.features:
+        feature.planned(job, stage)
+    job.plan, job.fallback = stage.plan, stage.fallback
+    job.values = job.cut.flat.encoded_values()
+    if stage.fallback is not None:
+        check_may_wait("a save that does not fit the memory limit")
+        check_may_block_here(stage.fallback)
+        warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
+    return stage
 
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> Json:

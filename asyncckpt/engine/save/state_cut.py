@@ -12,8 +12,8 @@ import torch
 
 from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.errors import closing_beside
+from asyncckpt.format.tree import Node
 from asyncckpt.model.table import CutVersion, Table, TableCut, hands_over, is_overlaid, tracks_rows
-from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
 
@@ -56,13 +56,13 @@ class Cut:
         features: Sequence[SaveFeature] = (),
         *,
         call: int | None = None,
-        walk: KeptWalk | None = None,
+        like: Node | None = None,
     ) -> Cut:
         """Flatten the dense state and freeze every table, but for what features leave out.
 
-        walk: of earlier saves of this state. call: see SaveFeature.flattened.
+        like: the tree of an earlier save of this state. call: see SaveFeature.flattened.
         """
-        cut = Cut(flat=flatten(state) if walk is None else walk.flatten(state))
+        cut = Cut(flat=flatten(state, like))
         try:
             for feature in features:
                 feature.flattened(cut, tables, call)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncckpt.devices.stepped_memory import KeptPlaces, Places, SteppedMemory, places_of
+from asyncckpt.devices import stepped_memory
+from asyncckpt.devices.stepped_memory import Places, SteppedMemory, places_of
 from asyncckpt.native import I64
 
 
@@ -118,17 +119,17 @@ def test_without_optimizers_nothing_is_found() -> None:
     assert found(SteppedMemory(), torch.ones(3)).tolist() == [-1]
 
 
-def test_short_tensors_are_left_out_and_alone_not_even_looked_at() -> None:
+def test_short_tensors_are_left_out_and_alone_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(60))
     optimizers = [torch.optim.SGD([short]), torch.optim.SGD([long])]
     asked: list[int] = []
 
-    class Counted(KeptPlaces):
-        def of(self, tensors: Sequence[torch.Tensor]) -> Places:
-            asked.append(len(tensors))
-            return super().of(tensors)
+    def counted(tensors: Sequence[torch.Tensor]) -> Places:
+        asked.append(len(tensors))
+        return places_of(tensors)
 
-    memory = SteppedMemory(optimizers, bytes_min=100, places=[Counted(), Counted()])
+    monkeypatch.setattr(stepped_memory, "places_of", counted)
+    memory = SteppedMemory(optimizers, bytes_min=100)
     assert found(memory, short).tolist() == [-1]
     assert (asked, memory.parts_of(optimizers[1])) == ([], frozenset())
     numbers = found(memory, short, long)
@@ -136,13 +137,3 @@ def test_short_tensors_are_left_out_and_alone_not_even_looked_at() -> None:
     assert memory.owners[numbers[1]] == 1
     assert asked == [1, 1]
     assert (memory.parts_of(optimizers[0]), memory.parts_of(optimizers[1])) == ({0}, {1})
-
-
-def test_kept_places_are_those_that_torch_tells() -> None:
-    kept = KeptPlaces()
-    tensors = [torch.ones(6), torch.ones(2, 3), torch.nn.Parameter(torch.ones(4))]
-    others = [torch.ones(6), torch.ones(2, 3), torch.nn.Parameter(torch.ones(4))]
-    freed = torch.ones(6)
-    freed.untyped_storage().resize_(0)
-    for own in (tensors, tensors, others, [*others, torch.eye(3).to_sparse()], others[:1], tensors, [freed, *others]):
-        assert [part.tolist() for part in kept.of(own)] == [part.tolist() for part in places_of(own)]

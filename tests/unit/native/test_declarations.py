@@ -19,7 +19,6 @@ from asyncckpt.native import (
     Rule,
     declarations,
     library,
-    tensors,
 )
 
 
@@ -45,32 +44,17 @@ class RowColumn(ctypes.Structure):
     _fields_ = [("source", ctypes.c_void_p), ("target", ctypes.c_void_p), ("row_bytes", ctypes.c_uint64)]
 
 
-class Tensor(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("type", "keys", "shape")),
-        *((name, ctypes.c_int32) for name in ("dim", "dtype", "device_type", "device_index")),
-    ]
-
-
-class TensorPlace(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_uint64), ("offset", ctypes.c_int64), ("storage_bytes", ctypes.c_int64)]
-
-
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "ac_error": declarations.AcError,
     "ac_file": declarations.AcFile,
     "ac_drain_options": declarations.AcDrainOptions,
     "ac_read_options": declarations.AcReadOptions,
     "ac_row_update": declarations.AcRowUpdate,
-    "ac_torch": declarations.AcTorch,
-    "ac_python": declarations.AcPython,
-    # NumPy arrays are sent in place of these: uint64 [n, 3] or [n, 2], library._READ_ITEM, and those of tensors.py.
+    # NumPy arrays are sent in place of these: uint64 [n, 3] or [n, 2], and library._READ_ITEM.
     "ac_segment": Segment,
     "ac_span": Span,
     "ac_read_item": ReadItem,
     "ac_row_column": RowColumn,
-    "ac_tensor": Tensor,
-    "ac_tensor_place": TensorPlace,
 }
 HEADER = Path(__file__).parents[3] / "csrc" / "include" / "asyncckpt.h"
 VALUES = {
@@ -147,14 +131,6 @@ def test_arrays_have_the_layout_of_their_structures() -> None:
     assert library._READ_ITEM.fields is not None
     offsets = {name: field[1] for name, field in library._READ_ITEM.fields.items()}
     assert offsets == {"place": ReadItem.target.offset, "fd": ReadItem.fd.offset, "direct": ReadItem.direct.offset}
-
-
-@pytest.mark.parametrize(("array", "structure"), [(tensors.TENSOR, Tensor), (tensors.PLACE, TensorPlace)])
-def test_arrays_of_tensors_have_the_fields_of_their_structures(array: Any, structure: Any) -> None:
-    assert array.itemsize == ctypes.sizeof(structure)
-    assert {name: array.fields[name][1] for name in array.names} == {
-        name: getattr(structure, name).offset for name, _ in structure._fields_
-    }
 
 
 def test_same_constants() -> None:

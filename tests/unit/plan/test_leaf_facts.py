@@ -1,4 +1,4 @@
-"""The facts of tensors that a plan depends on: any change is seen, by torch and by the core."""
+"""The facts of tensors that a plan depends on: any change is seen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from asyncckpt.native.torch_calls import CAN_READ
 from asyncckpt.plan.leaf_facts import LeafFacts
 
 
@@ -98,22 +97,10 @@ def test_places_are_those_of_now(change: str) -> None:
     CHANGES_OF_PLACE[change](now)
     places = facts.places(now)
     assert places is not None
-    expected = [(one.data_ptr(), one.storage_offset(), one.untyped_storage().nbytes()) for one in now]
-    assert places.tolist() == expected
-
-
-@pytest.mark.skipif(not CAN_READ, reason="the twin is never asked, nor is any core with torch 2.4")
-def test_what_only_the_core_sees_changed_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [torch.zeros(3)]
-    facts = LeafFacts(now)
-    with torch.inference_mode():
-        now[0] = torch.zeros(3)
-    asked = []
-    hold = facts._hold
-    monkeypatch.setattr(facts, "_hold", lambda tensors: (asked.append(tensors), hold(tensors))[1])
-    for _ in range(2):
-        assert facts.places(now) is not None
-    assert len(asked) == 1, "its keys are others, until they are known"
+    storages = [one.untyped_storage() for one in now]
+    assert places.addresses.tolist() == [one.data_ptr() for one in now]
+    assert places.begins.tolist() == [storage.data_ptr() for storage in storages]
+    assert places.bytes.tolist() == [storage.nbytes() for storage in storages]
 
 
 def test_facts_hold_no_tensor() -> None:
