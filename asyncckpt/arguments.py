@@ -35,12 +35,6 @@ def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
         raise UsageError(f"{name} is wrong", found=value, expected="more than 0 seconds")
 
 
-def check_timeout(timeout: Any) -> None:
-    """Check for seconds that a wait can take, or None."""
-    if timeout is not None:
-        check_seconds("timeout", timeout)
-
-
 def check_choice(name: str, value: Any, choices: tuple[object, ...]) -> None:
     """Check for one of some words, or a bool where that is one of them."""
     if not isinstance(value, (str, bool)) or value not in choices:

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from asyncckpt.arguments import check_int
 from asyncckpt.errors import SaveCancelledError
-from asyncckpt.guard import Guard
 from asyncckpt.model.event import Event, EventName
 from asyncckpt.model.store_url import Place
+from asyncckpt.signals import Guard
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider

@@ -33,7 +33,6 @@ from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.format.names import check_step
-from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
@@ -41,7 +40,7 @@ from asyncckpt.native import Progress
 from asyncckpt.options import BUSY_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import TensorsArgument, named_state
-from asyncckpt.signals import uninterrupted, wait_in_steps
+from asyncckpt.signals import Guard, uninterrupted, wait_in_steps
 from asyncckpt.storage.directory import check_path
 from asyncckpt.storage.folder import check_place
 

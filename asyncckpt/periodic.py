@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asyncckpt.arguments import check_int, check_seconds, check_timeout, check_type
+from asyncckpt.arguments import check_int, check_seconds, check_type
 from asyncckpt.commit.discover import is_committed
 from asyncckpt.engine.features.step_watch import StepWatch
 from asyncckpt.engine.process.future import FutureState, SaveFuture
@@ -37,7 +37,7 @@ from asyncckpt.format.names import check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, OnBusy
 from asyncckpt.saver import Saver
-from asyncckpt.signals import uninterrupted
+from asyncckpt.signals import check_timeout, uninterrupted
 
 ErrorHandler = Literal["raise", "warn"] | Callable[[BaseException], object]
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from asyncckpt.arguments import check_choice, check_timeout, check_type
+from asyncckpt.arguments import check_choice, check_type
 from asyncckpt.engine.open_saver import (
     Asked,
     announcing_errors,
-    features_of_delta,
     make_features,
     open_saver,
     own_tables,
@@ -48,7 +47,7 @@ from asyncckpt.options import (
 )
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan.state import TensorsArgument, named_state
-from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.signals import check_timeout, uninterrupted, wait_until_done
 from asyncckpt.storage.folder import check_place
 from asyncckpt.tables.left_out import check_all_taken
 
@@ -315,14 +314,18 @@ class Saver(Closing):
             number = None if ranks is None else ranks.next_call()
             try:
                 step = check_step(step)
-                check_choice("kind", kind, SAVE_KINDS)
+                if kind not in SAVE_KINDS:
+                    check_choice("kind", kind, SAVE_KINDS)
                 busy = self._busy if on_busy is None else BusyPolicy.of(on_busy, deadline=self._busy.deadline)
                 self._errors.raise_first()
                 if self._target.options.keep is not None and self._target.rank == 0:  # Its metadata counts.
                     self._target.options.keep.check_metadata(metadata)
                 encoded = encode_metadata(metadata)
-                features = features_of_delta(self._target) if kind == "delta" else None
-                call = SaveCall(step, kind, encoded, busy, staged, number=number, features=features)
+                call = SaveCall(step, kind, encoded, busy, staged, number=number)
+                if kind == "delta":
+                    from asyncckpt.engine.features.deltas import as_delta
+
+                    call = as_delta(call, self._target)
                 future = start_save(self._target, call)
             except BaseException as error:
                 if ranks is not None and number is not None:

@@ -21,7 +21,6 @@ TWICE_LINES = 10
 FLOORS = {
     "errors": 0,
     "version": 0,
-    "guard": 0,
     "system": 0,
     "options": 0,
     "model": 0,
@@ -71,10 +70,8 @@ FLOORS = {
 NEIGHBOURS = {
     ("checkpoints", "removals"),  # Where users find them; what only looks does not import them.
     ("adapters", "tables"),
-    ("guard", "errors"),
-    ("guard", "signals"),
-    ("guard", "system"),
     ("signals", "errors"),
+    ("signals", "arguments"),
     ("signals", "system"),
     ("model", "errors"),
     ("model", "arguments"),

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from asyncckpt.adapters.export_only import one_run
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN, Column, CutVersion, Role, TableSchema
 from asyncckpt.native import I64
+from asyncckpt.signals import Guard
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
 from asyncckpt.tables.table_arguments import IdsLike, check_name, flat_ids
 from asyncckpt.tables.table_lock import HeldTable, LockedTable, TableLock

@@ -28,7 +28,7 @@ import torch
 
 from asyncckpt.adapters.fixed_table import FixedMarks
 from asyncckpt.adapters.row_mask import RowMask, row_mask
-from asyncckpt.guard import Guard
+from asyncckpt.signals import Guard
 from asyncckpt.tables.row_device import sent
 
 BATCH_SIZES = "batch_size_per_feature_per_rank"

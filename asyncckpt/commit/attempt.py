@@ -26,7 +26,7 @@ from asyncckpt.format.head import ManifestHead, decode_head
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_manifest
-from asyncckpt.guard import Guard
+from asyncckpt.signals import Guard
 from asyncckpt.system import register_at_fork
 
 PROVEN_MAX = 64

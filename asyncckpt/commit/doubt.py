@@ -19,8 +19,8 @@ from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
 from asyncckpt.format.head import ManifestHead
 from asyncckpt.format.names import Attempt, manifest_name, temporary_manifest_name
-from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import Place
+from asyncckpt.signals import Guard
 from asyncckpt.storage.directory import io_failed
 
 

@@ -31,7 +31,7 @@ from asyncckpt.coordination.session_files import (
     write_whole,
 )
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, NotFoundError, PeerError
-from asyncckpt.guard import Guard
+from asyncckpt.signals import Guard
 from asyncckpt.storage.directory import Directory
 
 # How long rank 0 keeps the session for others that have not closed yet.

@@ -39,8 +39,8 @@ from asyncckpt.coordination.rank_store import (
 )
 from asyncckpt.coordination.store_address import connect_to_announced, leave_cause, serve_for
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, PeerError, UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.model.own_rank import rank_in_group
+from asyncckpt.signals import Guard
 
 T = TypeVar("T")
 

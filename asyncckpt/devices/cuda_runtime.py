@@ -24,10 +24,10 @@ from asyncckpt.devices.library_kernels import LibraryKernels
 from asyncckpt.devices.side_memory import SideMemory
 from asyncckpt.devices.torch_kernels import TorchKernels
 from asyncckpt.errors import DeadlineError, UnsupportedError, UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.native import UnusableLibrary
 from asyncckpt.native.cuda import DeviceFailure, load_cuda_library
 from asyncckpt.options import DEVICE_DEADLINE_S
+from asyncckpt.signals import Guard
 
 ENVIRONMENT_VARIABLE = "ASYNCCKPT_CUDA"
 PAUSE_S_MIN, PAUSE_S_MAX = 50e-6, 2e-3

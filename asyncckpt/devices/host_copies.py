@@ -27,8 +27,8 @@ from asyncckpt.devices.copies import ChangedRowsCopy, Copy, DeviceFingerprints, 
 from asyncckpt.devices.step_copies import StepCopies
 from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, SteppedMemory
 from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.native import I64, U64
+from asyncckpt.signals import Guard
 
 _log = logging.getLogger("asyncckpt")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncckpt.guard import Guard
+from asyncckpt.signals import Guard
 
 ASKED_FIRST_BYTES = 1 << 20
 """What is smaller comes out of pieces that an allocator has at hand."""

@@ -33,11 +33,10 @@ import torch
 from asyncckpt.devices.stepped_memory import SteppedMemory
 from asyncckpt.devices.watches import TableWatch, Watch
 from asyncckpt.errors import DeadlineError
-from asyncckpt.guard import Guard
 from asyncckpt.model.table import WatchedCut
 from asyncckpt.native import I64, U64, core
 from asyncckpt.options import DEVICE_DEADLINE_S
-from asyncckpt.signals import STEP_S, uninterrupted
+from asyncckpt.signals import STEP_S, Guard, uninterrupted
 
 CHUNK_BYTES = 16 << 20
 PATIENCE_S = 20.0

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from asyncckpt.arguments import check_seconds, check_timeout
+from asyncckpt.arguments import check_seconds
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport, prepare_ranks_load
 from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
@@ -51,7 +51,7 @@ from asyncckpt.options import (
 )
 from asyncckpt.pipeline.row_filters import RowFilter
 from asyncckpt.saver import Saver as DirectorySaver
-from asyncckpt.signals import uninterrupted
+from asyncckpt.signals import check_timeout, uninterrupted
 from asyncckpt.tables.left_out import check_all_taken
 
 ON_BUSY = ("raise", "wait", "queue")

@@ -159,15 +159,6 @@ def make_features(asked: Asked) -> dict[str, SaveFeature]:
     return features
 
 
-def features_of_delta(target: SaveTarget) -> tuple[SaveFeature, ...] | None:
-    """Return the features of a save that is to be a delta; None: those of all saves of the Saver."""
-    from asyncckpt.engine.features.deltas import Deltas
-
-    if any(isinstance(feature, Deltas) for feature in target.features):
-        return None
-    return (*target.features, Deltas(None))
-
-
 # -- the directory -----------------------------------------------------------------------------------------------------
 
 

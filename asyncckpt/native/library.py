@@ -165,7 +165,7 @@ class NativeCore:
         places = spans.ctypes.data, len(spans), digests.ctypes.data, leaves.ctypes.data
         settings = byref(AcDrainOptions(*astuple(options)))
         call(self._library.ac_drain, (AcFile * len(files))(*tables), len(files), *places, settings, *_shared(progress))
-        return joined_rows(spans[:, 1], digests, leaves)
+        return joined_rows(spans[:, 1], digests, leaves) if spans[:, 1].max(initial=0) > LEAF_BYTES else digests
 
     def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None:
         call(self._library.ac_write, fd, address, bytes, offset, direct)

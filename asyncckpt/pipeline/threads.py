@@ -30,8 +30,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from asyncckpt.errors import IOFailedError
-from asyncckpt.guard import Guard
-from asyncckpt.signals import STEP_S
+from asyncckpt.signals import STEP_S, Guard
 from asyncckpt.system import register_at_fork
 
 P = ParamSpec("P")

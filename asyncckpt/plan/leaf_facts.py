@@ -21,8 +21,9 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.native import I64, U64
-from asyncckpt.plan.leaf_memory import check_leaf, is_transformed
+from asyncckpt.plan.leaf_memory import ALIGNMENT, check_leaf, is_transformed, span_bytes
 from asyncckpt.plan.module_state import PLAIN_TENSORS
+from asyncckpt.plan.state import FlatState
 
 _AT_A_TIME = 256
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
@@ -175,3 +176,68 @@ def _described(tensor: torch.Tensor) -> str:
         return f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}, {kind}"
     except _NOT_THERE:
         return f"a {type(tensor).__name__} without sizes or strides"
+
+
+# -- shared memory -----------------------------------------------------------------------------------------------------
+
+
+class LeafMemory:
+    """Where the leaves of a state are, and which of them overlap.
+
+    begins: their addresses, uint64 [leaves]. overlapping: in groups, those whose memory overlaps. turned: those whose
+    elements fill their memory in another order than that of their dimensions.
+    """
+
+    def __init__(self, flat: FlatState, device_of: Callable[[torch.Tensor], int | None], addresses: U64) -> None:
+        """Read it of a state whose leaves passed check_leaf. addresses: of FlatState.held."""
+        spans = [
+            0 if leaf in flat.sharded or not _has_address(tensor, device_of) else span_bytes(tensor)
+            for leaf, tensor in enumerate(flat.tensors)
+        ]
+        self.turned = [
+            leaf
+            for leaf, tensor in enumerate(flat.tensors)
+            if spans[leaf] and spans[leaf] == tensor.nbytes and not tensor.is_contiguous()
+        ]
+        self._spans: I64 = np.array(spans, dtype=np.int64)  # 0 of what shares nothing.
+        self._some: I64 = np.flatnonzero(self._spans)
+        self.begins = self._of_leaves(addresses)
+        self.overlapping = self._overlapping(self.begins)
+
+    def is_shared_alike(self, addresses: U64) -> bool:
+        """Return whether leaves of the same facts share memory as these do. addresses: where FlatState.held are now."""
+        begins = self._of_leaves(addresses)
+        if np.array_equal(begins, self.begins):
+            return True
+        if not len(self._some) or _apart(self.overlapping, self.begins) != _apart(self._overlapping(begins), begins):
+            return False
+        self.begins = begins
+        return True
+
+    def _of_leaves(self, addresses: U64) -> U64:
+        begins = np.zeros(len(self._spans), dtype=np.uint64)
+        begins[self._some] = addresses[self._some]
+        return begins
+
+    def _overlapping(self, begins: U64) -> list[list[int]]:
+        order = self._some[np.argsort(begins[self._some], kind="stable")]
+        first, ends = begins[order], begins[order] + self._spans[order].astype(np.uint64)
+        linked = np.flatnonzero(first[1:] < np.maximum.accumulate(ends)[:-1])
+        if not len(linked):
+            return []
+        runs = np.split(linked, np.flatnonzero(np.diff(linked) > 1) + 1)
+        return [sorted(order[run[0] : run[-1] + 2].tolist()) for run in runs]
+
+
+def _apart(groups: Sequence[Sequence[int]], begins: U64) -> list[list[tuple[int, int]]]:
+    """Return what sharing follows from: of each group, how far the memory of its leaves is apart."""
+    bases = [min(int(begins[leaf]) for leaf in group) // ALIGNMENT * ALIGNMENT for group in groups]
+    return [
+        [(leaf, int(begins[leaf]) - base) for leaf in group] for group, base in sorted(zip(groups, bases, strict=True))
+    ]
+
+
+def _has_address(tensor: torch.Tensor, device_of: Callable[[torch.Tensor], int | None]) -> bool:
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.is_cpu or device_of(tensor) is not None

@@ -21,9 +21,9 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -31,11 +31,14 @@ from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.tree import tensor_paths
 from asyncckpt.model.sharing import NOTHING_SHARED, SharedMemory, SharedView, Sharing, TiedLeaf
-from asyncckpt.native import I64, U64
+from asyncckpt.native import U64
 from asyncckpt.plan.state import FlatState
 
+if TYPE_CHECKING:
+    from asyncckpt.plan.leaf_facts import LeafMemory
+
 BLOW_UP_BYTES_MAX = 16 << 20
-_ALIGNMENT = 16  # Of the largest elements.
+ALIGNMENT = 16  # Of the largest elements.
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -97,62 +100,6 @@ def check_extent(tensor: torch.Tensor, name: str) -> None:
 # -- shared memory -----------------------------------------------------------------------------------------------------
 
 
-class LeafMemory:
-    """Where the leaves of a state are, and which of them overlap.
-
-    begins: their addresses, uint64 [leaves]. overlapping: in groups, those whose memory overlaps. turned: those whose
-    elements fill their memory in another order than that of their dimensions.
-    """
-
-    def __init__(self, flat: FlatState, device_of: Callable[[torch.Tensor], int | None], addresses: U64) -> None:
-        """Read it of a state whose leaves passed check_leaf. addresses: of FlatState.held."""
-        spans = [
-            0 if leaf in flat.sharded or not _has_address(tensor, device_of) else _span(tensor)
-            for leaf, tensor in enumerate(flat.tensors)
-        ]
-        self.turned = [
-            leaf
-            for leaf, tensor in enumerate(flat.tensors)
-            if spans[leaf] and spans[leaf] == tensor.nbytes and not tensor.is_contiguous()
-        ]
-        self._spans: I64 = np.array(spans, dtype=np.int64)  # 0 of what shares nothing.
-        self._some: I64 = np.flatnonzero(self._spans)
-        self.begins = self._of_leaves(addresses)
-        self.overlapping = self._overlapping(self.begins)
-
-    def is_shared_alike(self, addresses: U64) -> bool:
-        """Return whether leaves of the same facts share memory as these do. addresses: where FlatState.held are now."""
-        begins = self._of_leaves(addresses)
-        if np.array_equal(begins, self.begins):
-            return True
-        if not len(self._some) or _apart(self.overlapping, self.begins) != _apart(self._overlapping(begins), begins):
-            return False
-        self.begins = begins
-        return True
-
-    def _of_leaves(self, addresses: U64) -> U64:
-        begins = np.zeros(len(self._spans), dtype=np.uint64)
-        begins[self._some] = addresses[self._some]
-        return begins
-
-    def _overlapping(self, begins: U64) -> list[list[int]]:
-        order = self._some[np.argsort(begins[self._some], kind="stable")]
-        first, ends = begins[order], begins[order] + self._spans[order].astype(np.uint64)
-        linked = np.flatnonzero(first[1:] < np.maximum.accumulate(ends)[:-1])
-        if not len(linked):
-            return []
-        runs = np.split(linked, np.flatnonzero(np.diff(linked) > 1) + 1)
-        return [sorted(order[run[0] : run[-1] + 2].tolist()) for run in runs]
-
-
-def _apart(groups: Sequence[Sequence[int]], begins: U64) -> list[list[tuple[int, int]]]:
-    """Return what sharing follows from: of each group, how far the memory of its leaves is apart."""
-    bases = [min(int(begins[leaf]) for leaf in group) // _ALIGNMENT * _ALIGNMENT for group in groups]
-    return [
-        [(leaf, int(begins[leaf]) - base) for leaf in group] for group, base in sorted(zip(groups, bases, strict=True))
-    ]
-
-
 def sharing_of(flat: FlatState, memory: LeafMemory, names: Sequence[str]) -> Sharing:
     """Return what leaves share; names: of all leaves."""
     grouped, begins = {leaf for group in memory.overlapping for leaf in group}, memory.begins
@@ -187,8 +134,8 @@ def _memories(flat: FlatState, leaves: Sequence[int], begins: U64) -> Iterator[S
     for own in by_device.values():
         tensors = [flat.tensors[leaf] for leaf in own]
         addresses = [int(begins[leaf]) for leaf in own]
-        begin = min(addresses) // _ALIGNMENT * _ALIGNMENT
-        size = max(at + _span(tensor) for at, tensor in zip(addresses, tensors, strict=True)) - begin
+        begin = min(addresses) // ALIGNMENT * ALIGNMENT
+        size = max(at + span_bytes(tensor) for at, tensor in zip(addresses, tensors, strict=True)) - begin
         is_shared = len(own) > 1 or not tensors[0].is_contiguous()  # One alone is the stored one of tied leaves.
         if is_shared and size <= sum(tensor.nbytes for tensor in tensors) + BLOW_UP_BYTES_MAX:
             places = zip(own, addresses, tensors, strict=True)
@@ -214,13 +161,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _has_address(tensor: torch.Tensor, device_of: Callable[[torch.Tensor], int | None]) -> bool:
-    if tensor.is_conj() or tensor.is_neg():
-        return False
-    return tensor.is_cpu or device_of(tensor) is not None
-
-
-def _span(tensor: torch.Tensor) -> int:
+def span_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes from the first to behind the last element."""
     return span(tensor.shape, tensor.stride()) * tensor.element_size()
 

@@ -31,8 +31,8 @@ from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import LeafFacts, addresses_of
-from asyncckpt.plan.leaf_memory import LeafMemory, check_leaf, sharing_of
+from asyncckpt.plan.leaf_facts import LeafFacts, LeafMemory, addresses_of
+from asyncckpt.plan.leaf_memory import check_leaf, sharing_of
 from asyncckpt.plan.regions import column_specs
 from asyncckpt.plan.state import FlatState
 

@@ -269,7 +269,7 @@ def _mapping(
         names, values = list(value.keys()), list(value.values())
         if names != list(value.keys()):
             raise RuntimeError("its keys are others now")
-        metadata = metadata_in(value)
+        metadata = None if type(value) is dict else metadata_in(value)
     except (RuntimeError, KeyError) as error:
         raise UsageError(f"state {_shown(path)} was changed by another thread while it was read: {error}") from error
     like = like if like is not None and like[0] == kind and len(like[1]) == len(names) else None

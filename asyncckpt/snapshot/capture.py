@@ -37,8 +37,8 @@ from asyncckpt.model.table import CacheCopy, TableCut, can_be_deferred
 from asyncckpt.native import I64, U8, U64, core
 from asyncckpt.plan.deferred_tables import MAP_ITEM_BYTES, CacheArea
 from asyncckpt.plan.dense_blocks import BY_HOST, BY_TORCH, CopyWays, TensorPieces
-from asyncckpt.plan.leaf_facts import LeafFacts, changed, read_places, without_memory
-from asyncckpt.plan.leaf_memory import LeafMemory, check_extent
+from asyncckpt.plan.leaf_facts import LeafFacts, LeafMemory, changed, read_places, without_memory
+from asyncckpt.plan.leaf_memory import check_extent
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState, still
 

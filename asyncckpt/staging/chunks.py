@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from asyncckpt.guard import Guard
 from asyncckpt.native import Memory, core
 from asyncckpt.options import CHUNK_BYTES
+from asyncckpt.signals import Guard
 from asyncckpt.system import register_at_fork
 
 CHUNKS_COUNT = 2

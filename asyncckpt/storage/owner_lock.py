@@ -19,7 +19,7 @@ from collections import deque
 
 from asyncckpt import system
 from asyncckpt.errors import ConflictError, UsageError
-from asyncckpt.guard import Guard
+from asyncckpt.signals import Guard
 from asyncckpt.storage.directory import FILE_MODE, Directory, at, io_failed
 
 _RECORD_BYTES_MAX = 4096

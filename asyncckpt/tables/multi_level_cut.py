@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN, CacheCopy
 from asyncckpt.native import I64
+from asyncckpt.signals import Guard
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.row_device import RowMemory, copy_rows, copy_runs
 from asyncckpt.tables.row_store import RowStore

@@ -26,9 +26,9 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncckpt.guard import Guard
 from asyncckpt.model.table import CutVersion, RowWatcher
 from asyncckpt.native import I64, U8, core
+from asyncckpt.signals import Guard
 from asyncckpt.system import register_at_fork
 
 FREE, OLD, FIRST, LAST = 0, 1, 2, 255

@@ -29,8 +29,7 @@ from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.save_planner import PlanToken
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.shard.files import ShardFiles
-from asyncckpt.staging.arena import ArenaState
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
 from tests.dcp.model import differences, image_of, make, train

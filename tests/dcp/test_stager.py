@@ -20,8 +20,7 @@ from asyncckpt.engine.save.staged_tensors import _give_back, lent_arena
 from asyncckpt.native import core
 from asyncckpt.plan import image
 from asyncckpt.plan.leaf_facts import addresses_of
-from asyncckpt.staging.arena import ArenaState
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import ArenaState, pool
 from tests.dcp.model import differences, image_of
 from tests.simulated_device import SimulatedRuntime
 

@@ -21,8 +21,7 @@ import asyncckpt
 from asyncckpt.dcp import AsyncStager, SavePlanner, StorageReader, StorageWriter
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.plan import image
-from asyncckpt.staging.arena import ArenaState
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import ArenaState, pool
 from tests.dcp.model import differences, image_of
 
 pytestmark = [

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.staging.arena import MAPPED_UNIT_BYTES, ArenaState
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import MAPPED_UNIT_BYTES, ArenaState, pool
 from tests.devices.tables import DeviceTable, new_target, rows_of
 from tests.devices.training import differing
 from tests.simulated_device import SimulatedRuntime

@@ -12,8 +12,7 @@ import torch
 import asyncckpt
 from asyncckpt.devices.watches import Watch
 from asyncckpt.engine.features.steps import StepFences
-from asyncckpt.staging.arena import Arena, ArenaState
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import Arena, ArenaState, pool
 from tests.devices.training import differing
 from tests.simulated_device import SimulatedRuntime
 from tests.steps.gate import watch_short

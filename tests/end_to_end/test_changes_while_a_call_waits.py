@@ -14,7 +14,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.model.write_block import WriteBlock
-from asyncckpt.staging.arena import Arena
+from asyncckpt.staging.pool import Arena
 
 WAIT_S_MAX = 60.0
 SHAPE = 256, 256

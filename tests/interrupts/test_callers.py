@@ -27,8 +27,7 @@ from asyncckpt import saver as saver_module
 from asyncckpt.commit.attempt import claims
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save import start_save
-from asyncckpt.staging.arena import ArenaState
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.tables import table_lock
 from tests.interrupts.public_calls import DEADLINE_S, World, calls
 

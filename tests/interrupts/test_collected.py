@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from asyncckpt.errors import UsageError
-from asyncckpt.guard import Guard, check_holds_none
+from asyncckpt.signals import Guard, check_holds_none
 from tests.ranks.forked import REPOSITORY
 
 DEADLINE_S = 600.0

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 import asyncckpt
-from asyncckpt import guard
+from asyncckpt import signals as guard
 from asyncckpt.commit.attempt import claims
 from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.staging.arena import ArenaState
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.tables.optim import SparseAdagrad
 
 DEADLINE_S = 30.0

@@ -28,8 +28,7 @@ from asyncckpt.commit.attempt import claims
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, EmbCacheTableConfig
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.staging.arena import ArenaState
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.storage.owner_lock import _registry
 from asyncckpt.strategies import ShardedSave
 from asyncckpt.strategies.mapping import ShardedTensor

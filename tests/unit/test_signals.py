@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.guard import Guard
-from asyncckpt.signals import STEP_S, uninterrupted, wait_in_steps
+from asyncckpt.signals import STEP_S, Guard, uninterrupted, wait_in_steps
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGWINCH]
 

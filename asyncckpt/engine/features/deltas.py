@@ -17,7 +17,7 @@ from asyncckpt.engine.features.chosen_blocks import write_chosen
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.feature import SaveFeature
-from asyncckpt.engine.save.save_job import ChainLink, Committed, SaveJob
+from asyncckpt.engine.save.save_job import ChainLink, Committed, SaveCall, SaveJob, SaveTarget
 from asyncckpt.engine.save.stage import StageChoice
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import ConflictError, UsageError, warn
@@ -92,6 +92,13 @@ class Deltas(SaveFeature):
                 table,
                 int(ids[0]),
             )
+
+
+def as_delta(call: SaveCall, target: SaveTarget) -> SaveCall:
+    """Return a call for a delta, of a Saver that need not have been asked for any."""
+    if any(isinstance(feature, Deltas) for feature in target.features):
+        return call
+    return replace(call, features=(*target.features, Deltas(None)))
 
 
 def _hold_newest(job: SaveJob) -> ChainLink | None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from asyncckpt.guard import Guard
+from asyncckpt.signals import Guard
 
 
 class StepListener(Protocol):

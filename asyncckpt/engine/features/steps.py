@@ -24,9 +24,8 @@ from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.engine.save.stage import StageChoice
 from asyncckpt.errors import IOFailedError
-from asyncckpt.guard import Guard
 from asyncckpt.native import core
-from asyncckpt.signals import uninterrupted
+from asyncckpt.signals import Guard, uninterrupted
 from asyncckpt.system import lower_priority
 
 STEPPED_BYTES_MIN = 16 << 10

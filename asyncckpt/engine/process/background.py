@@ -30,10 +30,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.errors import DeadlineError, IndeterminateError, SaveCancelledError, UsageError, closing_beside
-from asyncckpt.guard import Guard, check_holds_none
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
-from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.signals import Guard, check_holds_none, uninterrupted, wait_until_done
 from asyncckpt.system import register_at_fork
 
 T = TypeVar("T")

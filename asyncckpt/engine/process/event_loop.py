@@ -11,12 +11,11 @@ import time
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
-from asyncckpt.arguments import check_timeout
 from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError, closing_beside
-from asyncckpt.guard import Guard
 from asyncckpt.options import BusyPolicy
+from asyncckpt.signals import Guard, check_timeout
 
 C = TypeVar("C", bound="Closing")
 

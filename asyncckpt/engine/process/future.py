@@ -28,18 +28,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from asyncckpt.arguments import check_timeout
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import check_may_wait
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, SaveCancelledError, UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import DEVICE_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
-from asyncckpt.signals import uninterrupted, wait_in_steps, wait_until_done
+from asyncckpt.signals import Guard, check_timeout, uninterrupted, wait_in_steps, wait_until_done
 from asyncckpt.storage.directory import io_failed
 
 T = TypeVar("T")

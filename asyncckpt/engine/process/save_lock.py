@@ -29,12 +29,11 @@ from typing import Any, Literal
 from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.errors import DeadlineError, SaveCancelledError, SaveInProgressError, UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.store_url import Place
 from asyncckpt.options import BusyPolicy, OnBusy
 from asyncckpt.pipeline.threads import register_at_exit
-from asyncckpt.signals import STEP_S, uninterrupted
+from asyncckpt.signals import STEP_S, Guard, uninterrupted
 from asyncckpt.staging.pool import pool
 from asyncckpt.system import register_at_fork
 

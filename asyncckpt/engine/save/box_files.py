@@ -39,9 +39,8 @@ from asyncckpt.shard.files import ShardTarget, drain_images
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.snapshot.block_data import tensor_source
 from asyncckpt.snapshot.capture import look
-from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import Arena, pool
 
 # Files, and digests of their blocks, as native/digest_rows.py says.
 Written = tuple[tuple[FileFacts, ...], U8]

@@ -11,8 +11,7 @@ from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, SteppedMemory
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.errors import DeviceError
 from asyncckpt.options import SaveOptions
-from asyncckpt.staging.arena import Arena
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import Arena, pool
 
 
 class DeviceStage(HostCopies):

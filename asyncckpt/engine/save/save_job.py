@@ -28,8 +28,7 @@ from asyncckpt.native import I64, U8, Progress
 from asyncckpt.options import BusyPolicy, SaveKind, SaveOptions
 from asyncckpt.plan.regions import CapturedTable, RegionCache, RegionFilesCache, TableRows
 from asyncckpt.plan.save_plan import PlanCache, SavePlan
-from asyncckpt.staging.arena import Arena
-from asyncckpt.staging.pool import ArenaPool, pool
+from asyncckpt.staging.pool import Arena, ArenaPool, pool
 
 if TYPE_CHECKING:
     from asyncckpt.devices.host_copies import Pending

@@ -34,8 +34,7 @@ from asyncckpt.plan.image import ImagePlan
 from asyncckpt.plan.state import still
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.capture import list_pieces, look, put_by_torch, tensors_over
-from asyncckpt.staging.arena import Arena
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import Arena, pool
 from asyncckpt.system import register_at_fork
 
 _ALIGNMENT = 64

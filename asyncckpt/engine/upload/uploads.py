@@ -38,11 +38,10 @@ from asyncckpt.engine.save.save_job import Committed, SaveJob
 from asyncckpt.engine.upload.upload_attempt import AttemptGoneError, is_uploaded, upload_attempt
 from asyncckpt.errors import DeadlineError, IOFailedError, UnsupportedError, UsageError
 from asyncckpt.format.names import Attempt, upload_mark_name
-from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import UploadOptions
 from asyncckpt.pipeline.threads import register_at_exit
-from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.signals import Guard, uninterrupted, wait_until_done
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 from asyncckpt.storage.store_answers import is_timeout
 

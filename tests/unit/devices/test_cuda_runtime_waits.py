@@ -16,8 +16,7 @@ from asyncckpt.devices import batch as batch_module
 from asyncckpt.devices.cuda_runtime import wait_until
 from asyncckpt.devices.host_copies import Launched, Pending
 from asyncckpt.errors import DeadlineError
-from asyncckpt.staging.arena import ArenaState
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import ArenaState, pool
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device import runtime as runtime_module
 

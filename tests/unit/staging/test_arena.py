@@ -8,7 +8,7 @@ import pytest
 
 from asyncckpt.errors import DeviceError
 from asyncckpt.staging import arena as arena_module
-from asyncckpt.staging.arena import MAPPED_UNIT_BYTES, Arena
+from asyncckpt.staging.pool import MAPPED_UNIT_BYTES, Arena
 
 UNIT = MAPPED_UNIT_BYTES
 

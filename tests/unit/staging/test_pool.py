@@ -6,8 +6,7 @@ import pytest
 
 from asyncckpt.errors import DeadlineError
 from asyncckpt.model.row_places import ArenaContents
-from asyncckpt.staging.arena import Arena
-from asyncckpt.staging.pool import ArenaPool
+from asyncckpt.staging.pool import Arena, ArenaPool
 
 MIB = 1 << 20
 LAYOUT, OTHER = object(), object()
