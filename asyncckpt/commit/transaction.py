@@ -78,7 +78,8 @@ class Commits:
 
     lock: its share in the directory's LOCK; None where another process holds it. threads: on which blocking calls of a
     commit run; nothing else may wait there. warn: of what cannot be removed. uploader: where commits are copied to.
-    said: what stays, and why.
+    remembers: whether heads are kept of what was committed, for deltas or retention to look at. said: what stays, and
+    why.
     """
 
     root: WriteRoot
@@ -87,6 +88,7 @@ class Commits:
     threads: Executor
     warn: Callable[..., None]
     uploader: Uploader | None = None
+    remembers: bool = True
     in_doubt: list[IndeterminateError] = field(default_factory=list)
     said: dict[str, list[str]] = field(default_factory=dict)
 
@@ -234,7 +236,8 @@ class Transaction:
     def _committed(self, head: ManifestHead, raw: bytearray) -> SealedHead:
         self._state = "committed"
         sealed = SealedHead(head=head, digest=written_digest(raw))
-        self._commits.heads.add(sealed)
+        if self._commits.remembers:
+            self._commits.heads.add(sealed)
         if self._commits.uploader is not None:
             self._commits.uploader.upload(self.attempt)
         return sealed

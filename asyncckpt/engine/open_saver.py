@@ -216,9 +216,10 @@ def _open(asked: Asked, features: dict[str, SaveFeature], opened: Opened, ranks:
         features["events"] = events = EventLine(options.debug.on_event)
     uploads = cast("Uploads | None", features.get("uploads"))
     uploader = None if uploads is None else uploads.uploader
+    remembers = not features.keys().isdisjoint({"deltas", "retention"})
     plans = PlanCache(parallel=options.parallel, rank=asked.rank, ranks_count=asked.ranks_count, device_of=device_of)
     target = SaveTarget(
-        commits=commits_of(opened.root, opened.lock, options.durability, uploader),
+        commits=commits_of(opened.root, opened.lock, options.durability, uploader, remembers=remembers),
         options=options,
         tables=asked.tables,
         state=asked.state,
@@ -227,6 +228,7 @@ def _open(asked: Asked, features: dict[str, SaveFeature], opened: Opened, ranks:
         ranks_count=asked.ranks_count,
         filter_func=asked.filter_func,
         filters=asked.filters,
+        is_filtered="filters" in features,
         features=in_order(features),
         claim=claim,
     )

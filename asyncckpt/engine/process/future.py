@@ -90,7 +90,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._before_done: list[EndFunction] = []
         self._driven: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, T]] = {}
         self.native_progress = Progress()
-        self._bytes_total = 0
+        self.bytes_total = 0
         self._staged = threading.Event()
         self._staged.set()
         self._pid = os.getpid()
@@ -101,7 +101,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
 
     @property
     def progress(self) -> SaveProgress:
-        return SaveProgress(bytes_done=self.native_progress.bytes_done, bytes_total=self._bytes_total)
+        return SaveProgress(bytes_done=self.native_progress.bytes_done, bytes_total=self.bytes_total)
 
     @uninterrupted
     def done(self) -> bool:
@@ -252,9 +252,6 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             function(*end)
         except BaseException:
             log_exception("what follows the end of %s raised", self._what)
-
-    def expect_bytes(self, total: int) -> None:
-        self._bytes_total = total
 
     def resolve(self, result: T, state: FutureState = FutureState.COMMITTED) -> None:
         self._note_end(state, result, None)

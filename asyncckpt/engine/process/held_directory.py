@@ -24,10 +24,22 @@ if TYPE_CHECKING:
 
 
 def commits_of(
-    root: WriteRoot, lock: OwnerLock | None, durability: Durability, uploader: Uploader | None = None
+    root: WriteRoot,
+    lock: OwnerLock | None,
+    durability: Durability,
+    uploader: Uploader | None = None,
+    *,
+    remembers: bool = True,
 ) -> Commits:
-    durable = durability == "fsync"
-    return Commits(root, lock, durable=durable, threads=committer, warn=log_warning, uploader=uploader)
+    return Commits(
+        root,
+        lock,
+        durable=durability == "fsync",
+        threads=committer,
+        warn=log_warning,
+        uploader=uploader,
+        remembers=remembers,
+    )
 
 
 @dataclass(frozen=True)

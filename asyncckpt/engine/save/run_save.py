@@ -37,7 +37,7 @@ async def run_save(job: SaveJob) -> None:
             await run_on(workers, job.pending.settle)
             job.note("devices", waiting)
             job.staged_at = time.monotonic()
-        job.future.mark_staged()
+            job.future.mark_staged()
         for feature in job.features:
             await feature.before_files(job)
         committed = await job.commit(job)

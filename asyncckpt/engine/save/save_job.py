@@ -128,6 +128,7 @@ class SaveTarget:
     ranks_count: int = 1
     filter_func: FilterFunction | None = None
     filters: tuple[RowFilter, ...] = ()
+    is_filtered: bool = False
     features: tuple[SaveFeature, ...] = ()
     claim: Callable[[WriteRoot, int | None], Claim] = claims.save
     arenas: ArenaPool = pool
@@ -156,10 +157,6 @@ class SaveTarget:
     @property
     def root(self) -> WriteRoot:
         return self.commits.root
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.filter_func is not None or bool(self.filters)
 
 
 # -- one save ----------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def stream(
 def _export(job: SaveJob, target: ShardTarget, other_bytes: int) -> Exported:
     """Write the deferred tables; first, because until then the old values of rows that change take memory."""
     deferred = job.plan.deferred
-    job.future.expect_bytes(other_bytes + deferred.files_bytes)
+    job.future.bytes_total = other_bytes + deferred.files_bytes
     if not deferred.tables:
         return NOTHING_EXPORTED
     from asyncckpt.shard.stream import export_tables
