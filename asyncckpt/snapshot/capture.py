@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 class NotAsPlanned(Exception):
     """The tensors of the state are not what was planned; nothing was captured.
 
-    error: of a save whose own plan that is.
+    error: of a save whose own plan that is. has_waited: they were, before the call has waited.
     """
 
     def __init__(self, error: CheckpointError) -> None:
         super().__init__(error)
-        self.error = error
+        self.error, self.has_waited = error, False
 
 
 Segments = NDArray[np.uint64]
@@ -123,10 +123,7 @@ def capture(
     where tensors change meanwhile.
     """
     memory = torch.from_numpy(image)
-    try:
-        live = look_at(plan, flat.now)
-    except CheckpointError as error:
-        raise NotAsPlanned(error) from error
+    live = first_look(plan, flat)
     by_torch = bool((plan.ways.way[plan.pieces.tensor] == BY_TORCH).any())
     if by_torch:
         put_by_torch(plan.pieces, live, copies, memory)
@@ -147,6 +144,14 @@ def capture(
         cut = cuts[item.table].cut
         assert can_be_deferred(cut)
         cut.be_deferred(cache, window_rows=item.window_rows)
+
+
+def first_look(plan: SavePlan, flat: FlatState) -> LiveTensors:
+    """Return the tensors of a state. NotAsPlanned."""
+    try:
+        return look_at(plan, flat.now)
+    except CheckpointError as error:
+        raise NotAsPlanned(error) from error
 
 
 def look_at(plan: SavePlan, tensors: Sequence[torch.Tensor]) -> LiveTensors:

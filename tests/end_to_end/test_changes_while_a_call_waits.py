@@ -64,13 +64,16 @@ def world() -> Iterator[World]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def waiting_for_an_arena(path: Path, world: World) -> asyncckpt.SaveResult:
+def waiting_for_an_arena(
+    path: Path, world: World, *, before: Callable[[], object] = lambda: None
+) -> asyncckpt.SaveResult:
     def filter_func(blocks: list[WriteBlock]) -> list[WriteBlock]:
         assert world.is_changed.wait(WAIT_S_MAX)
         return blocks
 
     with asyncckpt.Saver(path=path, tensors=world.state, filter_func=filter_func, on_busy="queue") as saver:
         first = [saver.save_async(0), saver.save_async(1)]
+        before()
         world.asking.is_due = True
         try:
             return saver.save_async(2).result(WAIT_S_MAX)
@@ -136,12 +139,19 @@ def test_memory_that_is_another_one_is_read(
     assert all(torch.equal(found[str(number)], torch.full(SHAPE, 100.0 + number)) for number in range(4))
 
 
-def test_tensors_that_get_another_dtype_while_an_arena_is_awaited_are_saved_as_they_are_then(
-    tmp_path: Path, world: World
+@WAITS
+def test_tensors_of_another_dtype_are_refused(
+    tmp_path: Path, world: World, save: Callable[[Path, World], object]
 ) -> None:
-    """The plan of an earlier save does not fit any more, and gives way to a new one."""
     world.change = torch.nn.Module.half
-    waiting_for_an_arena(tmp_path, world)
+    with pytest.raises(asyncckpt.UsageError, match=r"'model\.0' has become another one while the call"):
+        save(tmp_path, world)
+    assert asyncckpt.list_steps(tmp_path) == [0, 1]
+
+
+def test_tensors_that_were_others_before_an_arena_was_awaited_are_saved(tmp_path: Path, world: World) -> None:
+    """The plan of an earlier save gives way to a new one before the call waits."""
+    waiting_for_an_arena(tmp_path, world, before=world.model.half)
     found = asyncckpt.load(tmp_path, step=2)["model"]
     expected = [torch.full(SHAPE, float(number), dtype=torch.float16) for number in range(4)]
     assert all(torch.equal(found[str(number)], tensor) for number, tensor in enumerate(expected))
@@ -159,13 +169,6 @@ def test_tensors_of_another_dtype_are_refused_by_the_plan_of_the_save_itself(tmp
     world.change = torch.nn.Module.half
     with pytest.raises(asyncckpt.UsageError, match=r"'model\.0' has become another one while the call"):
         waiting_for_an_arena(tmp_path, world)
-    assert asyncckpt.list_steps(tmp_path) == [0, 1]
-
-
-def test_tensors_of_another_dtype_are_refused_where_a_table_was_awaited(tmp_path: Path, world: World) -> None:
-    world.change = torch.nn.Module.half
-    with pytest.raises(asyncckpt.UsageError, match=r"'model\.0' has become another one while the call"):
-        waiting_for_a_table(tmp_path, world)
     assert asyncckpt.list_steps(tmp_path) == [0, 1]
 
 

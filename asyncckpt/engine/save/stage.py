@@ -30,7 +30,7 @@ from asyncckpt.model.row_places import ArenaContents
 from asyncckpt.model.torch_use import uses_devices
 from asyncckpt.plan.regions import Regions, RegionWish, TableRows, plan_regions, row_bytes_of
 from asyncckpt.plan.save_plan import CutTable, SavePlan
-from asyncckpt.snapshot.capture import CopiesOnHost, NotAsPlanned, capture
+from asyncckpt.snapshot.capture import CopiesOnHost, NotAsPlanned, capture, first_look
 
 if TYPE_CHECKING:
     from asyncckpt.snapshot.table_capture import TableCapture
@@ -156,12 +156,21 @@ def fill_arena(job: SaveJob, stage: StageChoice) -> None:
         from asyncckpt.engine.save.device_stage import DeviceStage  # See device_of.
 
         copies = DeviceStage(options)
+    has_waited = False
+
+    def before_wait() -> None:
+        nonlocal has_waited
+        check_may_wait_here("a staging arena", holding=arenas.guard)
+        if not has_waited:  # What changes from here on does so while the call waits.
+            first_look(stage.plan, job.cut.flat)
+            has_waited = True
+
     arena = arenas.acquire(
         stage.arena_bytes,
         deadline_s=job.call.busy.deadline,
         limit_bytes=options.host_memory_limit,
         layout=layout,
-        before_wait=lambda: check_may_wait_here("a staging arena", holding=arenas.guard),
+        before_wait=before_wait,
     )
     job.staged = Staged(arena, arenas, base=stage.regions.bytes)
     try:
@@ -193,7 +202,8 @@ def fill_arena(job: SaveJob, stage: StageChoice) -> None:
             arena.contents = ArenaContents(layout=layout, tables=there)
         arenas.seal(arena)
         job.captured = tuple(table.captured for table in tables)
-    except NotAsPlanned:
+    except NotAsPlanned as found:
+        found.has_waited = has_waited
         job.staged.give_back()
         job.staged = None
         raise

@@ -135,7 +135,8 @@ def _capture(job: SaveJob) -> None:
             fill_arena(job, stage)
             break
         except NotAsPlanned as found:
-            if not by_tree or plans.plans_made_count > plans_count:  # The state has changed while the call waited.
+            is_own = not by_tree or plans.plans_made_count > plans_count
+            if is_own or found.has_waited:  # The state has changed while the call waited.
                 raise found.error from None
             by_tree = False  # The plan is that of an earlier save.
     job.note("cut", cutting, capturing)
