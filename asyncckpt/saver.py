@@ -14,6 +14,7 @@ from asyncckpt.arguments import check_choice, check_type
 from asyncckpt.engine.open_saver import (
     Asked,
     announcing_errors,
+    checked_filters,
     make_features,
     open_saver,
     own_tables,
@@ -142,15 +143,17 @@ class Saver(Closing):
                 device=device,
                 debug=debug,
             )
+            tables = own_tables(hashtables, own, ranks)
+            row_filters = () if filters == () else checked_filters(filters, tables)
             asked = Asked(
                 path=check_place(path),
                 options=options,
                 ranks=ranks,
                 own=own,
-                tables=own_tables(hashtables, own, ranks),
+                tables=tables,
                 state=named_state(tensors),
                 filter_func=None if filter_func is identity else filter_func,
-                filters=tuple(filters),
+                filters=row_filters,
                 upload=UploadOptions.of(upload),
                 exact_modes=self._exact_modes,
             )
@@ -295,7 +298,7 @@ class Saver(Closing):
         if self._ranks is not None and not background.is_current_thread():
             self._ranks.wait_announced()
         if self._events is not None:
-            self._events.wait()
+            self._events.wait_for_all()
         self._finalizer()  # Uploads go on without the directory's lock.
         if self._uploads is not None:
             self._uploads.wait(SAVE_DEADLINE_S)

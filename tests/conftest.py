@@ -95,9 +95,9 @@ ANY_CORE = (
     "unit/native",
     "unit/pipeline/test_filter_rules.py",
     "unit/plan/test_regions.py",
-    "unit/tables/test_expiry.py",
+    "unit/tables/test_stored_table_expiry.py",
     "unit/tables/test_gradients.py",
-    "unit/tables/test_ids.py",
+    "unit/tables/test_table_arguments_ids.py",
     "unit/tables/test_initializer.py",
 )
 

@@ -45,7 +45,7 @@ ALLOWED = {
     ("devices/host_copies.py", "runtime.record(batch.stream).wait()"): EVENT,
     ("engine/process/background.py", "woken.wait()"): "the background itself, between jobs that run",
     ("engine/ranks/meeting.py", "answer.result()"): DONE,
-    ("engine/process/event_line.py", "queue.get()"): "a daemon that has nothing to do",
+    ("engine/features/event_line.py", "queue.get()"): "a daemon that has nothing to do",
     ("follower.py", "asyncio.wait([waiter])"): MEMORY,
     ("follower.py", "waiter.exception()"): DONE,
     ("integrations/lightning_io.py", "future.exception()"): DONE,
@@ -73,9 +73,9 @@ ALLOWED = {
     ("tables/trained_table.py", "self._level.place.begin_to_host(newest).wait()"): EVENT,
     ("testing/case.py", "use.result()"): DONE,
     ("engine/ranks/rank_save.py", "self.stopped.wait()"): "within asyncio.wait_for",
-    ("engine/save/run_save.py", "ended.wait()"): "the same",
+    ("engine/features/retention.py", "ended.wait()"): "the same",
     ("signals.py", "given_up.acquire()"): "the lock of a condition, which the caller holds for a few lines",
-    ("guard.py", "self.acquire()"): "held for a few lines; on the thread that holds it, it does not wait",
+    ("signals.py", "self.acquire()"): "held for a few lines; on the thread that holds it, it does not wait",
 }
 
 

@@ -6,7 +6,7 @@ A feature, and what it needs, is imported only where it was asked for. A plain S
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,6 +124,13 @@ def own_tables(
 # -- features ----------------------------------------------------------------------------------------------------------
 
 
+def checked_filters(filters: Sequence[RowFilter], tables: Mapping[str, Table]) -> tuple[RowFilter, ...]:
+    """Return row filters that tables can have. UsageError."""
+    from asyncckpt.pipeline.row_filters import check_filters
+
+    return check_filters(filters, {name: table.schema() for name, table in tables.items()})
+
+
 def in_order(features: Mapping[str, SaveFeature]) -> tuple[SaveFeature, ...]:
     """Return features by their names in ORDER."""
     return tuple(features[name] for name in ORDER if name in features)
@@ -139,9 +146,7 @@ def make_features(asked: Asked) -> dict[str, SaveFeature]:
         check_all_here(flatten(asked.state))  # The first save would find it, too.
     if asked.filters or asked.filter_func is not None:
         from asyncckpt.engine.features.chosen_blocks import Filters
-        from asyncckpt.pipeline.row_filters import check_filters
 
-        check_filters(asked.filters, {name: table.schema() for name, table in asked.tables.items()})
         features["filters"] = Filters()
     if options.deltas is not None or options.debug.audit:
         from asyncckpt.engine.features.deltas import Deltas

@@ -288,6 +288,7 @@ def look(
         check_extent(seen[number], name(number))
     copied &= ~by_torch
     for number in np.flatnonzero(copied & (places.addresses == 0)).tolist():
+        check_extent(seen[number], name(number))
         raise without_memory(name(number))
     offsets = places.addresses.astype(np.int64) - places.begins.astype(np.int64)
     for number in np.flatnonzero(copied & ((offsets < 0) | (offsets + ways.spans > places.bytes))).tolist():

@@ -52,7 +52,7 @@ def test_case_054_folders_of_a_root_moved_between_saves(tmp_path: Path, names: l
         with pytest.raises(asyncckpt.ConflictError, match="was moved or replaced while step 2 was saved"):
             future.result()
         with pytest.raises(asyncckpt.ConflictError, match="was moved or replaced while checkpoints were to be removed"):
-            go_back(checkpointer._saver._target, 0)
+            go_back(checkpointer._saver._target, None, 0)
         for name in names:
             if is_anew:
                 (root / name).rmdir()

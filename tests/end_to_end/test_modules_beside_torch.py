@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrize
 
-from asyncckpt.format.module_facts import metadata_in
-from asyncckpt.format.tree import Node, module_metadata
+from asyncckpt.format.tree import Node, metadata_in, module_metadata
 from asyncckpt.plan.state import flatten
 from asyncckpt.plan.wrapped_names import unwrapped, with_plain_names
 

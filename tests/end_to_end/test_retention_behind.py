@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 import asyncckpt
 from asyncckpt.commit import judge, retention
 from asyncckpt.commit.transaction import Transaction
+from asyncckpt.engine.features import retention as behind_saves
+from asyncckpt.engine.features.deltas import Deltas
+from asyncckpt.engine.features.retention import Retention
 from asyncckpt.engine.process.background import retainer
-from asyncckpt.engine.save import run_save, start_save
 from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
 
@@ -45,6 +48,15 @@ def removal_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Removal]:
     monkeypatch.setattr(Directory, "remove_file", held)
     yield removal
     removal.may_go_on.set()
+
+
+def feature_of(saver: asyncckpt.Saver) -> Retention:
+    return next(feature for feature in saver._target.features if isinstance(feature, Retention))
+
+
+def behind_of(saver: asyncckpt.Saver) -> deque[Future[None]]:
+    """Its retentions that have perhaps not ended."""
+    return feature_of(saver)._behind
 
 
 def test_saves_end_while_retention_stands_still(tmp_path: Path, removal_held: Removal) -> None:
@@ -162,28 +174,27 @@ def test_a_lower_step_that_is_saved_meanwhile_stays(tmp_path: Path) -> None:
 
 def test_what_a_delta_chose_at_its_call_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it is captured, a full save before it commits, and retention lets go what that does not need."""
-    may_commit, publish, choose = threading.Event(), Directory.publish, start_save.choose_kind
+    may_commit, publish, choose = threading.Event(), Directory.publish, Deltas.chosen
     futures: list[asyncckpt.SaveFuture] = []
 
     def held(self: Directory, *names: str) -> None:
         assert may_commit.wait(WAIT_S_MAX)
         publish(self, *names)
 
-    def choose_and_wait(*arguments: Any, **options: Any) -> Any:
-        chosen = choose(*arguments, **options)
+    def choose_and_wait(*arguments: Any) -> None:
+        choose(*arguments)
         if futures:
             may_commit.set()
             futures[0].result(WAIT_S_MAX)
             retention_begun = saver._target.memory.retention
             assert retention_begun is not None
             retention_begun.result(WAIT_S_MAX)
-        return chosen
 
     table = new_table()
     with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, keep=1, on_busy="queue") as saver:
         saver.save(1)
         monkeypatch.setattr(Directory, "publish", held)
-        monkeypatch.setattr(start_save, "choose_kind", choose_and_wait)
+        monkeypatch.setattr(Deltas, "chosen", choose_and_wait)
         futures.append(saver.save_async(2, kind="full"))
         saver.save_async(3, kind="delta").result(WAIT_S_MAX)
         assert asyncckpt.verify(tmp_path, 3).steps == (3, 1)
@@ -228,7 +239,7 @@ def test_saves_that_come_faster_than_retention_looks_leave_few(tmp_path: Path, m
         return create(self, name, **options)
 
     monkeypatch.setattr(Directory, "create_file", after_one_more)
-    monkeypatch.setattr(run_save, "RETENTIONS_BEHIND_MAX", 1000)  # No save waits for it.
+    monkeypatch.setattr(behind_saves, "BEHIND_MAX", 1000)  # No save waits for it.
     with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=2, durability="none") as saver:
         for step in range(40):
             saver.save(step)
@@ -236,7 +247,7 @@ def test_saves_that_come_faster_than_retention_looks_leave_few(tmp_path: Path, m
             with changed:
                 is_looking = False
                 changed.notify_all()
-            while not is_looking and not all(retention.done() for retention in saver._target.memory.behind):
+            while not is_looking and not all(one.done() for one in behind_of(saver)):
                 time.sleep(0.001)
         with changed:
             is_over = True
@@ -254,10 +265,10 @@ def test_a_save_waits_for_retention_that_is_far_behind(tmp_path: Path, monkeypat
 
     is_awaited, ended = threading.Event(), list[bool]()
     with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1) as saver:
-        behind = saver._target.memory.behind
-        behind.extend(Noticed() for _ in range(run_save.RETENTIONS_BEHIND_MAX))
+        behind = behind_of(saver)
+        behind.extend(Noticed() for _ in range(behind_saves.BEHIND_MAX))
         oldest, begin = behind[0], Transaction.begin
-        monkeypatch.setattr(run_save, "RETENTION_WAIT_S_MAX", WAIT_S_MAX)
+        feature_of(saver)._wait_s_max = WAIT_S_MAX
         monkeypatch.setattr(Transaction, "begin", lambda *args: ended.append(oldest.done()) or begin(*args))
         future = saver.save_async(1)
         future.add_done_callback(lambda _: is_awaited.set())
@@ -265,7 +276,7 @@ def test_a_save_waits_for_retention_that_is_far_behind(tmp_path: Path, monkeypat
         oldest.set_result(None)
         future.result(WAIT_S_MAX)
         assert ended == [True]
-        monkeypatch.setattr(run_save, "RETENTION_WAIT_S_MAX", 0.0)
+        feature_of(saver)._wait_s_max = 0.0
         behind.appendleft(Noticed())
         saver.save_async(2).result(WAIT_S_MAX)
         assert ended == [True, True], "not for ever"

@@ -67,18 +67,21 @@ class EventLine(SaveFeature):
         """Return a function that hands on how a save has ended. It holds nothing of the Saver."""
         return partial(_ended, self, name, step, begun, path, rank)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float) -> None:
         """Wait until what was put has been taken; a warning when it was not in time. Returns at once where the function
         itself calls.
         """
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return
-        timeout = EVENTS_WAIT_S if timeout is None else timeout
         all_taken = threading.Event()
         self._queue.put(all_taken)
         # What is put behind `close` is taken by nobody.
         if not wait_in_steps(lambda step_s: all_taken.wait(step_s) or not self._thread.is_alive(), timeout):
             log_warning("on_event did not return within %s s: %d events did not reach it", timeout, self.left_count)
+
+    def wait_for_all(self) -> None:
+        """Wait until all has been taken, but not for ever: then a warning says how many were not."""
+        self.wait(EVENTS_WAIT_S)
 
     @property
     def left_count(self) -> int:

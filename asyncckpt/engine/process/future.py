@@ -33,7 +33,7 @@ from asyncckpt.engine.process.background import check_may_wait
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, SaveCancelledError, UsageError
 from asyncckpt.model.result import LoadReport, SaveResult
-from asyncckpt.model.store_url import Place
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.native import Progress
 from asyncckpt.options import DEVICE_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
@@ -308,6 +308,8 @@ class SaveFuture(CheckpointFuture[SaveResult]):
         check_timeout(timeout)
         until = time.monotonic() + (SAVE_DEADLINE_S if timeout is None else timeout)
         skipped = self.result(timeout).skipped
+        if not skipped and isinstance(self.path, StoreUrl):
+            return  # It is there: that is what committed it.
         if skipped or self._wait_for_upload is None:
             what = "was skipped" if skipped else "is not uploaded anywhere"
             raise UsageError(f"{self._what} {what}", hint="name a store: Saver(path=..., upload='s3://bucket/run1')")

@@ -80,7 +80,7 @@ class Noted:
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
 
-    def committed(self, attempt: Attempt) -> None:
+    def upload(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
 
 

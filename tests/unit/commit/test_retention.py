@@ -388,7 +388,7 @@ def test_a_save_at_each_look_keeps_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_known_heads_hold_no_values_but_numbers_of_metadata(tmp_path: Path) -> None:
     """A Saver keeps the head of every checkpoint, and values may be megabytes."""
     state = {"step": torch.zeros(1), "loader": b""}
-    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors=state, keep=9) as saver:
         heads = saver._target.commits.heads
         for step in range(3):
             state["loader"] = os.urandom(1 << 10)
