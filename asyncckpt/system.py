@@ -108,17 +108,16 @@ def pwrite(fd: int, data: Any, offset: int) -> int:
         return os.write(fd, data)
 
 
-def _full_sync(fd: int) -> None:
-    try:
-        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-    except OSError as error:
-        if error.errno not in _NO_FULL_SYNC:
-            raise
-        os.fsync(fd)
-
-
-# Makes a file durable.
-fsync: Callable[[int], None] = _full_sync if hasattr(fcntl, "F_FULLFSYNC") else os.fsync
+def fsync(fd: int) -> None:
+    """Make a file durable."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FULL_SYNC:
+                raise
+    os.fsync(fd)
 
 
 def lock(fd: int) -> None:

@@ -43,6 +43,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+import aiofiles.threadpool  # noqa: F401  # For commit/root.py: the first save imports nothing.
+
 from asyncckpt.commit.attempt import Claim, Draft, claims, encode_proven, step_exists
 from asyncckpt.commit.discover import KnownHeads, being_removed, find_leftovers, read_manifest
 from asyncckpt.commit.doubt import InDoubt, check_may_be_settled, find_manifest, forget_after, settle
@@ -51,13 +53,13 @@ from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, Indet
 from asyncckpt.format.head import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, upload_mark_name
 from asyncckpt.format.write_manifest import written_digest
-from asyncckpt.model.event import Recorder
 from asyncckpt.options import KeepPolicy
 from asyncckpt.storage.owner_lock import OwnerLock
 from asyncckpt.version import __version__
 
 if TYPE_CHECKING:
     from asyncckpt.commit.chain import KnownChain
+    from asyncckpt.model.event import Recorder
 
 WRITER = f"asyncckpt {__version__}"
 
@@ -78,8 +80,7 @@ class Commits:
 
     lock: its share in the directory's LOCK; None where another process holds it. threads: on which blocking calls of a
     commit run; nothing else may wait there. warn: of what cannot be removed. uploader: where commits are copied to.
-    remembers: whether heads are kept of what was committed, for deltas or retention to look at. said: what stays, and
-    why.
+    remembers: whether heads of what is committed are kept, for deltas and retention. said: what stays, and why.
     """
 
     root: WriteRoot

@@ -187,9 +187,10 @@ def test_a_process_that_is_killed_while_it_goes_back_leaves_one_history(tmp_path
     assert run.returncode == 9
     assert asyncckpt.list_steps(tmp_path) == [0, 1, 2, 3]
     with asyncckpt.Saver(path=tmp_path, tensors=STATE, durability="none") as saver:
-        saver.save(6)  # It sweeps.
-    assert asyncckpt.list_steps(tmp_path) == [0, 1, 2, 6]
-    assert len(list((tmp_path / "data").iterdir())) == 4
+        saver.save(4)  # It sweeps, and goes on from what there is.
+    assert asyncckpt.list_steps(tmp_path) == [0, 1, 2, 3, 4]
+    assert len(list((tmp_path / "data").iterdir())) == 5
+    assert remove_after(tmp_path, 2) == [3, 4], "it may be made again"
 
 
 def test_a_misspelled_metric_lets_no_best_checkpoint_go(tmp_path: Path) -> None:

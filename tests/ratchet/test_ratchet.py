@@ -80,11 +80,17 @@ COUNTED: dict[str, Callable[[], int]] = {
 }
 
 
-def crossed_by(folder: Path, way: str) -> tuple[int, int]:
-    """Return how many files and functions a way crosses."""
+def files_crossed(folder: Path, way: str) -> dict[str, list[str]]:
+    """Return the functions that a way crosses, by file."""
     saved = folder / "saved"
     saved.mkdir(parents=True)
     crossed, _ = run_child("bench.path", asdict(PathSpec(str(folder / "figures"), str(saved), way)))
+    return crossed
+
+
+def crossed_by(folder: Path, way: str) -> tuple[int, int]:
+    """Return how many files and functions a way crosses."""
+    crossed = files_crossed(folder, way)
     return len(crossed), sum(map(len, crossed.values()))
 
 
@@ -100,6 +106,20 @@ def test_a_way_crosses_no_more_than_it_did(tmp_path: Path, way: str) -> None:
     assert found >= kept, (
         f"{way} crosses {found}, less than {LAW[way]}: write it into limits.py, so that it stays there"
     )
+
+
+# What a plain save was not asked for: features, and what they need.
+ABSENT = (
+    *("engine/features/", "engine/ranks/", "engine/upload/", "engine/compact/", "coordination/", "devices/"),
+    *("pipeline/filter", "pipeline/row_filters", "commit/removal", "commit/retention", "commit/keep", "commit/store_"),
+    *("adapters/", "observe/", "events", "model/event"),
+)
+
+
+def test_a_plain_save_crosses_nothing_that_it_was_not_asked_for(tmp_path: Path) -> None:
+    assert [file for file in files_crossed(tmp_path, "save") if file.startswith(ABSENT)] == []
+    of_deltas = files_crossed(tmp_path / "delta", "delta")
+    assert "engine/features/deltas.py" in of_deltas, "the trace sees features"
 
 
 @AS_COUNTED

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import asyncckpt.commit.chain  # noqa: F401  # The first delta imports nothing.
 from asyncckpt.engine.features.chosen_blocks import write_chosen
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.process.save_lock import save_lock

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
+import asyncckpt.commit.retention  # noqa: F401  # The first save imports nothing.
 from asyncckpt.commit.chain import newest_verified
 from asyncckpt.engine.process.held_directory import start_retention
 from asyncckpt.engine.save.feature import SaveFeature

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asyncckpt.errors import DeviceError
-from asyncckpt.staging import arena as arena_module
+from asyncckpt.staging import pool as arena_module
 from asyncckpt.staging.pool import MAPPED_UNIT_BYTES, Arena
 
 UNIT = MAPPED_UNIT_BYTES
