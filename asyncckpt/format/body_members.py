@@ -10,7 +10,7 @@ Each is absent where there is nothing to say; see docs/format.md. What a reader 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
@@ -18,9 +18,7 @@ from asyncckpt.format.module_facts import ModuleFacts, decode_facts, encode_fact
 from asyncckpt.format.strict_json import Fields, Json, dumps
 from asyncckpt.format.tree import Node, Path, decode_key, encode_key, holds_typed_mappings
 from asyncckpt.format.values import MAPPINGS
-from asyncckpt.model.block import PlacedBlock
 from asyncckpt.model.sharing import SharedMemory, SharedView, Sharing, TiedLeaf
-from asyncckpt.model.table import Role
 
 ENCODING = "encoding"
 PAD = "pad"
@@ -133,16 +131,6 @@ def _views(memory: Fields, leaves_count: int) -> tuple[SharedView, ...]:
         )
         for item in memory.objects("views", count_max=limits.BLOCKS_MAX)
     )
-
-
-def features_of(blocks: Collection[PlacedBlock]) -> frozenset[str]:
-    """Return what blocks ask of a reader."""
-    uses = {
-        ENCODING: any(placed.spec.encoding for placed in blocks),
-        PAD: any(placed.spec.role is Role.PAD for placed in blocks),
-        BOXES: any(placed.spec.is_box for placed in blocks),
-    }
-    return frozenset(name for name, used in uses.items() if used)
 
 
 def features_of_sharing(sharing: Sharing) -> frozenset[str]:

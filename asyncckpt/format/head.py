@@ -15,10 +15,12 @@ import xxhash
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.body_members import BODY_FEATURES, MAPPING_KINDS
+from asyncckpt.format.body_members import BODY_FEATURES, BOXES, ENCODING, MAPPING_KINDS, PAD
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, parse, split_shard_path
 from asyncckpt.format.strict_json import Fields, Json, loads, looks_like
 from asyncckpt.format.values import holds_typed_mappings
+from asyncckpt.model.block import PlacedBlock
+from asyncckpt.model.table import Role
 
 FORMAT = "asyncckpt"
 VERSION = 1
@@ -33,6 +35,16 @@ FEATURES = frozenset({DELTA, COMPACTED, RANKS, *BODY_FEATURES})
 
 DIGEST_MARK = b',"digest":"'
 END_BYTES = len(DIGEST_MARK) + 35  # With 32 digits and what closes the object.
+
+
+def features_of(blocks: Collection[PlacedBlock]) -> frozenset[str]:
+    """Return what blocks ask of a reader."""
+    uses = {
+        ENCODING: any(placed.spec.encoding for placed in blocks),
+        PAD: any(placed.spec.role is Role.PAD for placed in blocks),
+        BOXES: any(placed.spec.is_box for placed in blocks),
+    }
+    return frozenset(name for name, used in uses.items() if used)
 
 
 def features_of_values(values: Iterable[Json]) -> frozenset[str]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.dtypes import StoredDtype, array_bytes, known_dtype
 from asyncckpt.model.block import BlockSpec, TableFacts
-from asyncckpt.model.table_shard import is_shard
 
 I64_MAX = 2**63 - 1
 
@@ -82,16 +81,10 @@ def check_block(spec: BlockSpec) -> None:
         )
 
 
-def check_tables(tables: Sequence[TableFacts]) -> None:
-    """Refuse tables that no reader takes: UsageError that names one."""
+def check_tables_count(tables: Sequence[TableFacts]) -> None:
+    """Refuse more tables, or filters of one, than a reader takes: UsageError."""
     _check_count("tables of a rank", len(tables), TABLES_MAX)
-    names = {table.name for table in tables}
-    if len(names) != len(tables):
-        raise UsageError("a table is there twice", found=sorted(table.name for table in tables)[:20])
     for table in tables:
-        if not is_shard(table.shard):
-            expected = "(index, count) or (begin, end, size)"
-            raise UsageError(f"table {table.name!r} has a shard that is none", found=table.shard, expected=expected)
         _check_count(f"filters of table {table.name!r}", len(table.filters), TABLE_FILTERS_MAX)
 
 

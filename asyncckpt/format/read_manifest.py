@@ -17,7 +17,6 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
 from asyncckpt.format.body_members import (
     decode_sharing,
-    features_of,
     features_of_sharing,
     features_of_tree,
     with_modules,
@@ -28,6 +27,7 @@ from asyncckpt.format.head import (
     FileFacts,
     ManifestHead,
     check_features,
+    features_of,
     features_of_values,
     open_manifest,
     rank_fields,

@@ -17,12 +17,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncckpt.errors import UnsupportedError
+from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.body_members import (
     encode_modules,
     encode_sharing,
-    features_of,
     features_of_sharing,
     features_of_tree,
 )
@@ -35,6 +34,7 @@ from asyncckpt.format.head import (
     FileFacts,
     ManifestHead,
     SaveTimes,
+    features_of,
     features_of_values,
 )
 from asyncckpt.format.manifest import HEADER_ALIGNMENT
@@ -43,6 +43,7 @@ from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.tree import Node, encode_tree
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts, leaves_count
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
+from asyncckpt.model.table_shard import is_shard
 from asyncckpt.native import row_begins
 
 _HOLE = b"-" * 32
@@ -87,12 +88,26 @@ def render_body(
     return extend_body(empty, tables, blocks, filtered=filtered)
 
 
+def check_tables(tables: Sequence[TableFacts]) -> None:
+    """Refuse tables that no reader takes: UsageError that names one."""
+    names = {table.name for table in tables}
+    if len(names) != len(tables):
+        raise UsageError("a table is there twice", found=sorted(table.name for table in tables)[:20])
+    for table in tables:
+        if not is_shard(table.shard):
+            expected = "(index, count) or (begin, end, size)"
+            raise UsageError(f"table {table.name!r} has a shard that is none", found=table.shard, expected=expected)
+    if len(tables) > limits.TABLES_MAX or any(len(table.filters) > limits.TABLE_FILTERS_MAX for table in tables):
+        limits.check_tables_count(tables)
+
+
 def extend_body(
     body: BodyTemplate, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
 ) -> BodyTemplate:
     """Return the body with these tables, and with further blocks behind its own: without rendering those again."""
-    limits.check_blocks_count(body.blocks_count + len(blocks))
-    limits.check_tables(tables)
+    if body.blocks_count + len(blocks) > limits.BLOCKS_MAX:
+        limits.check_blocks_count(body.blocks_count + len(blocks))
+    check_tables(tables)
     listed = b'"tables":%s' % dumps([_table_json(table) for table in tables])
     own = listed + body.text[body.tables_end : -1]
     if body.blocks_count and blocks:

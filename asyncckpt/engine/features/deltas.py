@@ -35,9 +35,6 @@ class Deltas(SaveFeature):
     def __init__(self, policy: DeltaPolicy | None, *, audit: bool = False) -> None:
         self._policy, self._audit = policy, audit
 
-    def begin(self, job: SaveJob) -> None:
-        job.write = write_chosen
-
     def chosen(self, job: SaveJob) -> None:
         """Decide whether it is a delta or full, and which rows it writes. UsageError for a delta without a committed
         checkpoint to build upon; ConflictError where others have removed that.
@@ -71,10 +68,15 @@ class Deltas(SaveFeature):
         job.base, job.rows = base, rows
 
     def planned(self, job: SaveJob, stage: StageChoice) -> None:
-        """Raise UsageError if a table with marks is not staged in a region, where an audit could compare its rows."""
+        """Choose rows when the save is written, unless a region has just those that it writes. UsageError if a table
+        with marks is not staged in a region, where an audit could compare its rows.
+        """
+        staged = {region.name for region in stage.regions.tables}
+        are_left_out = any(not rows.is_whole and job.cut.tables[rows.table].name not in staged for rows in job.rows)
+        if self._audit or self._policy is not None or are_left_out:
+            job.write = write_chosen
         if not self._audit:
             return
-        staged = {region.name for region in stage.regions.tables}
         left_out = [item.name for item in job.cut.tables if item.name not in staged and tracks_rows(item.cut)]
         if left_out:
             reason = stage.fallback or "their columns are not plain memory, or a filter_func wants whole blocks"
@@ -160,7 +162,8 @@ def _checked(base: ChainLink | None, step: int) -> ChainLink:
             expected=f"a step above {base.parent.step}",
             hint="save a full checkpoint: kind='full' or 'auto'",
         )
-    limits.check_chain_length(len(base.chain))
+    if len(base.chain) > limits.CHAIN_STEPS_MAX:
+        limits.check_chain_length(len(base.chain))
     return base
 
 

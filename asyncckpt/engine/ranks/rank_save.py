@@ -113,9 +113,11 @@ class RankSave:
 
     def settle_base(self) -> None:
         """Choose what a delta builds upon. All saves before this one have ended, so all ranks choose the same."""
+        if self.job.base is None and self.job.call.kind != "delta":
+            return  # It is a full one.
         settle(self.job)
-        if self.job.base is not None:
-            self.job.claim.parents[:] = [self.job.base.parent.step]
+        assert self.job.base is not None
+        self.job.claim.parents[:] = [self.job.base.parent.step]
 
     async def leave_list(self) -> None:
         """While it is not known who writes which replica: say which there are here, and what is in them."""

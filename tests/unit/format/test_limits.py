@@ -9,6 +9,7 @@ import pytest
 
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format import limits
+from asyncckpt.format.write_manifest import check_tables
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table import Role
 
@@ -37,11 +38,11 @@ def test_a_block_is_refused_by_its_name(changes: dict[str, Any], message: str) -
 
 @pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0, 2**63), (0, 2**70)])
 def test_a_shard_that_no_reader_takes(shard: tuple[int, int]) -> None:
-    limits.check_tables([TABLE, replace(TABLE, name="item", shard=(0, 2**63 - 1))])
+    check_tables([TABLE, replace(TABLE, name="item", shard=(0, 2**63 - 1))])
     with pytest.raises(UsageError, match="table 'user' has a shard that is none"):
-        limits.check_tables([replace(TABLE, shard=shard)])
+        check_tables([replace(TABLE, shard=shard)])
 
 
 def test_a_table_twice() -> None:
     with pytest.raises(UsageError, match="a table is there twice"):
-        limits.check_tables([TABLE, TABLE])
+        check_tables([TABLE, TABLE])

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
-from asyncckpt.format import limits
+from asyncckpt.format import write_manifest
 from asyncckpt.format.head import (
     FEATURES,
     FileFacts,
@@ -153,7 +153,7 @@ def test_a_shard_of_no_ids_is_neither_written_nor_read(shard: Any, monkeypatch: 
 
     with pytest.raises(UsageError, match="table 'user' has a shard that is none"):
         written()
-    monkeypatch.setattr(limits, "is_shard", lambda shard: True)
+    monkeypatch.setattr(write_manifest, "is_shard", lambda shard: True)
     with pytest.raises(CorruptError, match=r"shard.*\[index, count\] or \[begin, end, size\]"):
         decode_manifest(written(), manifest_name(STEP))
 
