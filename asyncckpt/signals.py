@@ -194,7 +194,6 @@ def wait_until_done(future: Future[Any], timeout: float) -> bool:
     return wait_in_steps(lambda seconds: not wait([future], seconds).not_done, timeout)
 
 
-@uninterrupted
 def check_timeout(timeout: Any) -> None:
     """Check for seconds that a wait can take, or None. UsageError."""
     if timeout is None or (type(timeout) in (int, float) and 0 <= timeout <= threading.TIMEOUT_MAX):
@@ -204,6 +203,7 @@ def check_timeout(timeout: Any) -> None:
     check_seconds("timeout", timeout)
 
 
+@uninterrupted
 def wait_in_steps(wait: Callable[[float], T], timeout: float) -> T:
     """Return wait(seconds) once that is true, or after `timeout` seconds; between the steps, signals are handled."""
     until = time.monotonic() + timeout

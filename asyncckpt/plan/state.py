@@ -316,9 +316,10 @@ def _keys(names: list[Any], flat: FlatState, path: tuple[Any, ...], like: tuple[
 
 def _has_tensors_of(value: dict[Any, Any], like: Node, flat: FlatState) -> bool:
     """Take the tensors of a dict that has the keys of a node of one and plain tensors alone, else nothing."""
-    own = value.copy()  # Nobody else changes this one.
-    keys = like[1]
-    if like[0] != "dict" or len(like) != 3 or len(own) != len(keys) or like[2].count(TENSOR) != len(keys):
+    if like[0] != "dict" or len(like) != 3:
+        return False
+    own, keys = value.copy(), like[1]  # Nobody else changes this one.
+    if len(own) != len(keys) or like[2].count(TENSOR) != len(keys):
         return False
     # Of keys that are equal, but not the same, the types may differ.
     if not all(map(is_, own, keys)) or not PLAIN_TENSORS.issuperset(map(type, own.values())):

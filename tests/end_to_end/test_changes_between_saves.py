@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import asyncckpt
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.plan import leaf_facts
+from asyncckpt.plan.state import flatten
 from tests.end_to_end.state import bits
+from tests.end_to_end.trees import raw
 
 SAVES = 40
 State = dict[str, Any]
@@ -141,3 +145,51 @@ def test_what_cannot_be_saved_any_more_is_refused_and_named(
         state["lost"] = torch.full((4, 6), 6.0)
         step = saver.save_async().result(60).step
     assert bits(asyncckpt.load(tmp_path / "d", step=step)) == bits(state)
+
+
+class WithState:
+    def state_dict(self) -> State:
+        return {"w": torch.ones(3)}
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "number": lambda: 3,
+    "tensor": lambda: torch.ones(2),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "array": lambda: np.ones(2),
+    "scalar": lambda: np.float32(2),
+    "empty dict": dict,
+    "dict of a tensor": lambda: {"w": torch.ones(2)},
+    "dict of a value": lambda: {"w": 1},
+    "dict of a key that is equal": lambda: {1: torch.ones(2)},
+    "dict of another key that is equal": lambda: {True: torch.ones(2)},
+    "ordered": lambda: OrderedDict(w=torch.ones(2)),
+    "counter": lambda: Counter(w=2),
+    "list": lambda: [torch.ones(2)],
+    "tuple": lambda: (torch.ones(2),),
+    "module": lambda: torch.nn.Linear(1, 1),
+    "object": WithState,
+}
+
+
+@pytest.mark.parametrize("after", KINDS)
+@pytest.mark.parametrize("before", KINDS)
+def test_anything_may_take_the_place_of_anything(before: str, after: str) -> None:
+    """Beside an epoch, with which a mapping is not one of tensors alone."""
+    earlier = flatten({"it": KINDS[before](), "epoch": 1}).tree
+    state = {"it": KINDS[after](), "epoch": 1}
+    found, expected = flatten(state, earlier), flatten(state)
+    assert repr(found.tree) == repr(expected.tree)
+    assert [raw(tensor.detach()) for tensor in found.tensors] == [raw(tensor.detach()) for tensor in expected.tensors]
+    assert found.values == expected.values
+
+
+def test_tensors_may_take_the_place_of_nothing(tmp_path: Path) -> None:
+    """As those of an average that begins later."""
+    state: State = {"average": None, "epoch": 1}
+    with asyncckpt.Saver(path=tmp_path / "d", tensors=state, durability="none") as saver:
+        saver.save_async(1).result(60)
+        state["average"] = {"w": torch.ones(2)}
+        saver.save_async(2).result(60)
+    assert asyncckpt.load(tmp_path / "d")["average"]["w"].tolist() == [1.0, 1.0]

@@ -162,6 +162,20 @@ def test_what_was_waited_for_is_returned_though_a_signal_has_come(handled: list[
     assert taken
 
 
+def test_a_wait_protects_itself(handled: list[int]) -> None:
+    """What it has taken may else be lost between its last line and that of its caller."""
+    handled_in_it: list[int] = []
+
+    def wait(seconds: float) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        handled_in_it.extend(handled)
+        return True
+
+    assert wait_in_steps(wait, STEP_S)
+    assert handled_in_it == []
+    assert handled == [signal.SIGINT]
+
+
 def test_a_child_is_protected_too(handled: list[int]) -> None:
     def run() -> None:
         child = os.fork()
