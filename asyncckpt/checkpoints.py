@@ -201,6 +201,7 @@ class KnownSummaries:
         kept: dict[int, tuple[object, CheckpointSummary]] = {}
         with open_root(self._path) as root:
             listing = Listing.of(root)
+            compacted = listing.compacted
             for step, names in sorted(listing.manifests.items()):
                 uninterrupted.look()
                 try:
@@ -211,8 +212,8 @@ class KnownSummaries:
                         known = version, _short(root, step, names, pinned=step in listing.pins)
                     kept[step] = known
                     found[step] = known[1]
-                    if listing.compacted and known[1].parents:
-                        found[step] = replace(known[1], parents=_down_to_full(known[1].parents, listing.compacted))
+                    if compacted and known[1].parents:
+                        found[step] = replace(known[1], parents=_down_to_full(known[1].parents, compacted))
                 except NotFoundError:  # It was removed since it was listed.
                     continue
                 except CheckpointError as error:
