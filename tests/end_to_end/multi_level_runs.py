@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.save import write_files
 from asyncckpt.plan import deferred_tables
+from asyncckpt.shard import stream
 
 DIM = 2
 WINDOW_BYTES = 4096  # 128 rows of 32 bytes.
@@ -167,13 +167,13 @@ class _PacedCut:
 def paced_exports() -> Iterator[Pace]:
     """Small windows, and exports that wait for their turn."""
     pace = Pace()
-    plain_export = write_files.export_tables
+    plain_export = stream.export_tables
 
     def export_tables(opened: Any, cuts: Sequence[Any], *rest: Any, **options: Any) -> Any:
         return plain_export(opened, [_PacedCut(cut, pace) for cut in cuts], *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_files, "export_tables", export_tables)
+        patch.setattr(stream, "export_tables", export_tables)
         patch.setattr(deferred_tables, "CHUNK_BYTES", WINDOW_BYTES)
         yield pace
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import asyncckpt
 from asyncckpt.dcp import StorageReader
 from asyncckpt.engine.load import whole_state
-from asyncckpt.plan import leaf_memory
+from asyncckpt.plan import leaf_facts
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.trees import differences, live, shared_bytes
 
@@ -274,9 +274,9 @@ def test_what_comes_apart(tmp_path: Path) -> None:
 def test_addresses_are_read_once_a_save_while_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"model": Tied(1.0), **{f"w{n}": torch.zeros(3) for n in range(20)}}
     searches = []
-    search = leaf_memory.LeafMemory._overlapping
+    search = leaf_facts.LeafMemory._overlapping
     monkeypatch.setattr(
-        leaf_memory.LeafMemory, "_overlapping", lambda self, begins: searches.append(1) or search(self, begins)
+        leaf_facts.LeafMemory, "_overlapping", lambda self, begins: searches.append(1) or search(self, begins)
     )
     with asyncckpt.Saver(path=tmp_path / "d", tensors=state) as saver:
         for step in range(3):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asyncckpt.errors import DeviceError
-from asyncckpt.staging import arena as arena_module
+from asyncckpt.staging import pool as pool_module
 from asyncckpt.staging.pool import MAPPED_UNIT_BYTES, Arena
 
 UNIT = MAPPED_UNIT_BYTES
@@ -41,7 +41,7 @@ class Pinner:
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "PINNED_PIECE_BYTES", 3 * UNIT, raising=False)
+    monkeypatch.setattr(pool_module, "PINNED_PIECE_BYTES", 3 * UNIT, raising=False)
 
 
 def test_a_range_that_grows_is_not_pinned_again() -> None:
