@@ -321,9 +321,9 @@ class Saver(Closing):
                     check_choice("kind", kind, SAVE_KINDS)
                 busy = self._busy if on_busy is None else BusyPolicy.of(on_busy, deadline=self._busy.deadline)
                 self._errors.raise_first()
+                encoded = encode_metadata(metadata)
                 if self._target.options.keep is not None and self._target.rank == 0:  # Its metadata counts.
                     self._target.options.keep.check_metadata(metadata)
-                encoded = encode_metadata(metadata)
                 call = SaveCall(step, kind, encoded, busy, staged, number=number)
                 if kind == "delta":
                     from asyncckpt.engine.features.deltas import as_delta

@@ -65,6 +65,16 @@ def test_a_save_without_the_metric_is_refused_before_anything_is_captured(tmp_pa
     assert asyncckpt.list_steps(tmp_path) == []
 
 
+@pytest.mark.parametrize("metadata", [7, ["loss"], "loss"])
+def test_metadata_of_another_type_are_refused_by_their_type(tmp_path: Path, metadata: Any) -> None:
+    policy = KeepPolicy(best=1, metric="loss")
+    with (
+        asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, keep=policy) as saver,
+        pytest.raises(UsageError, match="metadata is not a mapping with string keys"),
+    ):
+        saver.save(1, metadata=metadata)
+
+
 @pytest.mark.parametrize("ends", ["with the last step", "with an error", "by save_now"])
 def test_the_last_step_is_saved_also_without_the_metric(tmp_path: Path, ends: str) -> None:
     """What cannot be measured any more must not cost the state; it is never best."""

@@ -37,6 +37,22 @@ def test_snapshot_over_the_limit_is_saved_blocking(tmp_path: Path) -> None:
     assert load_image(tmp_path) == expected
 
 
+@pytest.mark.parametrize("way", ["save", "save_async"])
+def test_a_smaller_state_is_not_judged_by_the_plan_of_the_larger_one(way: str, tmp_path: Path) -> None:
+    """Where a wait is refused, as on an event loop, the save would be refused with it."""
+    state = {"a": torch.zeros(1 << 20)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, host_memory_limit=1 << 20) as saver:
+        with contextlib.nullcontext() if way == "save" else pytest.warns(RuntimeWarning, match="does not fit"):
+            getattr(saver, way)(1)
+        state["a"] = torch.ones(1 << 10)
+        pool.trim()
+        assert saver.save_async(2).result(60).fallback is None
+        state["a"] = torch.zeros(1 << 20)
+        with pytest.warns(RuntimeWarning, match="does not fit"):
+            saver.save_async(3)
+    assert torch.equal(asyncckpt.load(tmp_path, step=2)["a"], torch.ones(1 << 10))
+
+
 def test_a_new_saver_reuses_the_arena(tmp_path: Path) -> None:
     state = State.filled(2)
     for number in range(3):

@@ -87,6 +87,7 @@ def test_both_ways_bring_out_the_cut(tmp_path: Path, pace: Pace) -> None:
             run.step(4)
             pace.open()
             assert future.result(60).fallback is None
+            assert saver.statistics().plans_made_count == 1
             assert differing(loaded(tmp_path / way), expected) == []
             assert differing(contents(run.plain.table), expected) != []
         run = trained()

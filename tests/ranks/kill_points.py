@@ -12,10 +12,11 @@ from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.file_channel import FileChannel
 from asyncckpt.coordination.messages import Begin, Outcome, Prepared, decode
 from asyncckpt.coordination.store_channel import StoreChannel
+from asyncckpt.engine.features import chosen_blocks
 from asyncckpt.engine.ranks import rank_save
 from asyncckpt.engine.ranks.rank_save import RankSave
+from asyncckpt.engine.save import stage
 from asyncckpt.engine.save import start_save as save
-from asyncckpt.engine.save import write_files
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.format.names import Attempt
 
@@ -28,8 +29,8 @@ OF_COORDINATOR = (
 )
 _FUNCTIONS: dict[str, tuple[Any, str]] = {
     "plan": (save, "choose_stage"),
-    "capture": (save, "capture"),
-    "filter": (write_files, "filter_blocks"),
+    "capture": (stage, "capture"),
+    "filter": (chosen_blocks, "filter_blocks"),
     "write": (rank_save, "write_files"),
     "written": (rank_save, "write_files"),
     "folder": (Transaction, "begin"),

@@ -77,9 +77,12 @@ def choose_stage(
     """
     options, arenas, limit = target.options, target.arenas, target.options.host_memory_limit
     host_level = "copy" if options.debug.audit else options.device.host_level
-    last = _stage(target, cut, rows, is_delta, by_tree, deferred=())
-    if host_level != "first_touch" and arenas.fits(last.arena_bytes, limit_bytes=limit):
-        return last
+    if host_level != "first_touch":
+        last = _stage(target, cut, rows, is_delta, by_tree, deferred=())
+        if arenas.fits(last.arena_bytes, limit_bytes=limit):
+            return last
+    if by_tree:  # What does not fit is perhaps an earlier, larger state.
+        return choose_stage(target, cut, rows, is_delta=is_delta)
     deferred = [] if host_level == "copy" else _can_be_left_open(target, cut, rows)
     if deferred or host_level == "first_touch":
         last = _stage(target, cut, rows, is_delta, by_tree, deferred=deferred)
