@@ -46,9 +46,11 @@ def write_chosen(job: SaveJob, target: ShardTarget) -> Written:
     if filter_func is not None:
         job.enter(FutureState.FILTERING)
         filtering = time.perf_counter()
-        planned = planned_blocks(job)
-        blocks = filter_blocks(job, planned)
-        job.note("filter", filtering)
+        try:
+            planned = planned_blocks(job)
+            blocks = filter_blocks(job, planned)
+        finally:
+            job.note("filter", filtering)
     job.enter(FutureState.WRITING)
     selecting = time.perf_counter()
     is_compared = job.captured and (options.debug.audit or options.deltas is not None)
