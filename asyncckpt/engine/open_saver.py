@@ -194,6 +194,9 @@ def open_saver(asked: Asked, features: dict[str, SaveFeature]) -> OpenSaver:
             ranks = joined.ranks
         return _open(asked, features, opened, ranks)
     except BaseException:
+        events = cast("EventLine | None", features.get("events"))
+        if events is not None:  # Its thread would wait for ever.
+            events.close()
         if opened is not None:
             opened.close()
         raise

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.engine import open_saver
 from asyncckpt.engine.features import event_line
 from asyncckpt.engine.process.save_lock import SaveCounts
+from asyncckpt.errors import FilterError
 from asyncckpt.events import Event, all_of, log_events, outcome
 from asyncckpt.options import RankOptions
 
@@ -110,6 +112,30 @@ def test_without_a_function_there_is_no_thread_and_no_event(tmp_path: Path, monk
     with saver(tmp_path, None) as own:
         own.save_async(1).result()
         assert event_threads() - before == set()  # Those of earlier Savers may end meanwhile.
+
+
+def test_a_saver_that_is_not_made_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**facts: Any) -> None:
+        raise MemoryError
+
+    before = event_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(open_saver, "SaveTarget", refuse)
+        with pytest.raises(MemoryError):
+            saver(tmp_path, lambda event: None)
+    for thread in event_threads() - before:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_filter_that_raises_has_taken_its_time(tmp_path: Path) -> None:
+    def filter_func(blocks: list[Any]) -> list[Any]:
+        raise ValueError("from the filter")
+
+    events: list[Event] = []
+    with saver(tmp_path, events.append, filter_func=filter_func) as own, pytest.raises(FilterError):
+        own.save_async(1).result()
+    assert "filter" in {event.name for event in events}
 
 
 def test_a_function_that_raises_is_called_again_and_saves_go_on(

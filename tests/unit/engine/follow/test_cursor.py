@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
+from asyncckpt import system
 from asyncckpt.engine.follow.cursor import CursorFile, SeenStep
 
 SEEN = SeenStep(step=120, digests=("a" * 32, "b" * 32))
@@ -38,7 +39,7 @@ def test_a_write_that_fails_leaves_the_step_before(tmp_path: Path, monkeypatch: 
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, call, fail)
+    monkeypatch.setattr(system if call == "fsync" else os, call, fail)
     with pytest.raises(asyncckpt.IOFailedError, match="cannot be written"):
         cursor.write(SeenStep(step=121, digests=()))
     monkeypatch.undo()
