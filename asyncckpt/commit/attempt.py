@@ -56,7 +56,8 @@ class Claim:
 
     def release(self) -> None:
         """Let others have the step. Idempotent, and takes no lock: finalizers call it."""
-        claims.held.pop(self.attempt.id, None)
+        if claims.held.get(self.attempt.id) is self:
+            claims.held.pop(self.attempt.id, None)
 
     def __enter__(self) -> Claim:
         return self
