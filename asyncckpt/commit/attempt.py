@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncckpt.commit.discover import Listing, is_committed
+from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.root import ReadRoot, WriteRoot
 from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.format.head import ManifestHead, decode_head
@@ -56,7 +56,8 @@ class Claim:
 
     def release(self) -> None:
         """Let others have the step. Idempotent, and takes no lock: finalizers call it."""
-        claims.held.pop(self.attempt.id, None)
+        if claims.held.get(self.attempt.id) is self:
+            claims.held.pop(self.attempt.id, None)
 
     def __enter__(self) -> Claim:
         return self
@@ -81,7 +82,7 @@ class Claims:
         place, seen = root.root.identity, root.in_calls
         while True:
             others = self._steps(place, "save")
-            chosen = max([-1, *others, *Listing.of(seen).manifests]) + 1 if step is None else step
+            chosen = max([-1, *others, *committed_steps(seen)[-1:]]) + 1 if step is None else step
             attempt = attempt_of(chosen)
             claim = Claim(place, "save", attempt, is_next=step is None)
             with self._guard:

@@ -107,7 +107,7 @@ class Listing:
 
 def committed_steps(root: ReadRoot) -> list[int]:
     """Return the steps that have a manifest, ascending."""
-    return sorted(Listing.of(root).manifests)
+    return sorted({step for name in root.manifests.names() if (step := _step_of(name)) >= 0})
 
 
 def is_committed(root: ReadRoot, step: int) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from asyncckpt.arguments import as_int
 from asyncckpt.errors import CorruptError, UsageError
@@ -83,8 +83,7 @@ class Attempt:
         return f"{self.step:012d}-{self.id}"
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """What the name of a file in manifests/, or of a folder in data/, says.
 
     step     -1 of a temporary manifest, whose name does not say it

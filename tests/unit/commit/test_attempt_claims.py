@@ -42,6 +42,15 @@ def test_a_step_is_saved_once_at_a_time(root: CheckpointRoot) -> None:
             claims.save(root, wrong)  # type: ignore[arg-type]
 
 
+def test_who_is_refused_leaves_the_claim_of_the_same_attempt_alone(root: CheckpointRoot) -> None:
+    """An import goes on with the attempt that it finds: that of one that runs, if nothing else keeps them apart."""
+    with claims.save(root, 3) as held:
+        with pytest.raises(asyncckpt.ConflictError, match="step 3 exists already"):
+            claims.save(root, 3, lambda step: held.attempt)
+        assert held.attempt.id in claims.held
+        assert claims.needed(root.root.identity) == {3}
+
+
 def test_a_step_that_another_save_commits_while_it_is_chosen_is_not_claimed(
     root: CheckpointRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
