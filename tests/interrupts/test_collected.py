@@ -24,7 +24,7 @@ from tests.ranks.forked import REPOSITORY
 DEADLINE_S = 600.0
 # Locks that are no guards, and why.
 OTHERS = {
-    "guard.py": "it is made of one",
+    "signals.py": "a guard is made of one",
     "commit/retention.py": "taken on threads on which nothing else runs; renewed in children",
     "tables/table_lock.py": "any thread may release it; refused on the thread that holds it, renewed in children",
     "engine/process/save_lock.py": "re-entrant, and only a list of callers is changed under it",

@@ -95,11 +95,11 @@ class WatchedRLock(WatchedLock):
 
 
 def place() -> Place:
-    """Where in the library the current thread is: the innermost line, but not in guard.py; or the new thread's name."""
+    """Where in the library the current thread is: the innermost line, but not in signals.py; or the new thread's name."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(PACKAGE) and not name.endswith("guard.py"):
+        if name.startswith(PACKAGE) and not name.endswith("signals.py"):
             return name.removeprefix(PACKAGE), frame.f_lineno
         if frame.f_code.co_name == "_bootstrap_inner":
             return NEW + frame.f_locals["self"].name, 0
