@@ -343,10 +343,12 @@ class PeriodicSaver:
             self._committed(future.result())
 
     def _handle_all(self, errors: Sequence[BaseException]) -> None:
-        if self._on_error == "raise":
-            _chain(*errors)
-        for error in errors:
-            self._handle(error)
+        for number, error in enumerate(errors, 1):
+            try:
+                self._handle(error)
+            except BaseException as raised:  # Nobody hears of the others but by it.
+                _chain(raised, *errors[number:])
+                raise
 
     def _handle(self, error: BaseException) -> None:
         if self._on_error == "raise":

@@ -76,6 +76,32 @@ def test_the_error_of_a_queued_save_is_told_and_the_next_one_is_made(tmp_path: P
     assert asyncckpt.list_steps(tmp_path) == [3]
 
 
+@pytest.mark.parametrize("on_error", ["raise", "warn", "call"])
+def test_no_error_is_lost_where_the_first_one_ends_the_step(tmp_path: Path, on_error: str) -> None:
+    def fail(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+        gate(blocks)
+        raise RuntimeError(f"fire {next(fires)}")
+
+    def stop(error: BaseException) -> None:
+        raise RuntimeError(f"stopped: {error}")
+
+    gate, fires = Gate(), iter(range(2))
+    with make(tmp_path, filter_func=fail) as saver, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handler: Any = stop if on_error == "call" else on_error
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=math.inf, on_error=handler)
+        for step in range(2):
+            periodic.step(step, save=True)
+        gate.open()
+        with pytest.raises((asyncckpt.CheckpointError, RuntimeError, RuntimeWarning)) as raised:
+            periodic.drain(60)
+    told = ""
+    cause: BaseException | None = raised.value
+    while cause is not None:
+        told, cause = f"{told} {cause}", cause.__cause__
+    assert [f"fire {number}" in told for number in range(2)] == [True, True]
+
+
 def test_every_seconds_by_a_given_clock(tmp_path: Path) -> None:
     now = [100.0]
     with make(tmp_path) as saver:
