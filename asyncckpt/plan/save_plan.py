@@ -131,6 +131,7 @@ class PlanCache:
         self._ranks_count = ranks_count
         self._kept: dict[tuple[frozenset[str], frozenset[str], bool], _KeptPlan] = {}
         self.tree: Node | None = None
+        self.is_kept = False  # The plan that was returned last was made for an earlier save.
         self.plans_made_count = 0
 
     def plan(
@@ -163,8 +164,9 @@ class PlanCache:
         classes = tuple(class_names(owner) for _, owner in flat.stateful)
         key = (classes, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
-        is_kept = kept is not None and key == kept.key and flat.has_tree(kept.plan.tree)
-        if kept is None or not is_kept or not (by_tree or kept.plan.fits(flat.held)):
+        is_same = kept is not None and key == kept.key and flat.has_tree(kept.plan.tree)
+        self.is_kept = is_same and kept is not None and (by_tree or kept.plan.fits(flat.held))
+        if kept is None or not self.is_kept:
             if self._ranks_count == 1:
                 check_all_here(flat)
             plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares, classes)

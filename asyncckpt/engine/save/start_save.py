@@ -126,7 +126,6 @@ def _capture(job: SaveJob) -> None:
     # tensors, so with them these are compared at once; else the capture does it, which looks at them in any case.
     is_staged, by_tree = call.staged or target.options.debug.audit, target.ranks_count == 1
     while True:
-        plans_count = plans.plans_made_count
         stage = _choose_stage(job, is_staged=is_staged, by_tree=by_tree)
         capturing = time.perf_counter()
         if not is_staged or stage.fallback is not None:
@@ -135,8 +134,7 @@ def _capture(job: SaveJob) -> None:
             fill_arena(job, stage)
             break
         except NotAsPlanned as found:
-            is_own = not by_tree or plans.plans_made_count > plans_count
-            if is_own or found.has_waited:  # The state has changed while the call waited.
+            if not by_tree or not plans.is_kept or found.has_waited:  # The state has changed while the call waited.
                 raise found.error from None
             by_tree = False  # The plan is that of an earlier save.
     job.note("cut", cutting, capturing)
