@@ -95,7 +95,7 @@ class WatchedRLock(WatchedLock):
 
 
 def place() -> Place:
-    """Where in the library the current thread is: the innermost line, but not in signals.py; or the new thread's name."""
+    """Where in the library the current thread is: the innermost line not in signals.py; or the new thread's name."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -18,12 +18,12 @@ MODULES_OF_A_SAVE = 136  # Of the package, loaded by `import asyncckpt.saver` an
 
 # The rest of the package is the core.
 DOORS = ("adapters", "cli", "dcp", "embcache", "formats", "integrations", "observe", "strategies", "testing")
-FIRST = "when this was first counted"
+FIRST = "when features had left the way of a save"
 BUDGET = {
-    "lines of the core": {FIRST: 48_265},
-    "lines of doors": {FIRST: 19_616},
-    "lines of csrc": {FIRST: 15_161},
-    "lines of tests": {FIRST: 106_884},
+    "lines of the core": {FIRST: 48_064},
+    "lines of doors": {FIRST: 19_402},
+    "lines of csrc": {FIRST: 14_508},
+    "lines of tests": {FIRST: 107_066},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }
