@@ -1,13 +1,15 @@
 """What a Saver was asked for beside the plain save: features, each called at its places in a save.
 
-    place                            who needs it
-    begin         step is claimed    ranks, deltas, filters: how this save writes and commits
-    flattened     before tables      ranks: what other ranks write is not captured
-    frozen        all is held still  ranks: which ids each rank holds; deltas: which rows
-    captured      before the fence   steps: steps of optimizers wait for what is not copied yet
-    before_files  in the background  retention: it may not fall behind for ever
-    committed     it is durable      uploads, then retention, which may remove what was uploaded
-    skipped       there is no save   ranks: the others skip it, too
+    place                                   who needs it
+    begin         the step is claimed       events, ranks, filters: how this save is noted, written and committed
+    flattened     the dense state is read   ranks: what other ranks write is not captured
+    frozen        all is held still         ranks: which ids each rank holds
+    chosen        the same, of a save       deltas: which rows it writes
+    planned       it is known how to stage  deltas and audits: whether rows are chosen; steps: how it is captured
+    captured      before the fence          steps: those of optimizers wait for what is not copied yet
+    before_files  in the background         retention: it may not fall behind for ever
+    committed     it is durable             uploads, then retention, which may remove what was uploaded
+    skipped       there is no save          ranks: the others skip it, too
 
 A plain Saver has none, and its saves cross none. The order of features is that of engine/open_saver.py.
 """
