@@ -20,10 +20,10 @@ MODULES_OF_A_SAVE = 136  # Of the package, loaded by `import asyncckpt.saver` an
 DOORS = ("adapters", "cli", "dcp", "embcache", "formats", "integrations", "observe", "strategies", "testing")
 FIRST = "when features had left the way of a save"
 BUDGET = {
-    "lines of the core": {FIRST: 48_064},
+    "lines of the core": {FIRST: 48_066},
     "lines of doors": {FIRST: 19_402},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_066},
+    "lines of tests": {FIRST: 107_221},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }
