@@ -14,16 +14,16 @@ LAW = {
     "load": (32, 256),
     "chain": (44, 381),
 }
-MODULES_OF_A_SAVE = 136  # Of the package, loaded by `import asyncckpt.saver` and a save.
+MODULES_OF_A_SAVE = 147  # Of the package, loaded by `import asyncckpt.saver` and a save.
 
 # The rest of the package is the core.
 DOORS = ("adapters", "cli", "dcp", "embcache", "formats", "integrations", "observe", "strategies", "testing")
 FIRST = "when features had left the way of a save"
 BUDGET = {
-    "lines of the core": {FIRST: 48_066},
+    "lines of the core": {FIRST: 48_061},
     "lines of doors": {FIRST: 19_402},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_221},
+    "lines of tests": {FIRST: 107_232},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }

@@ -27,7 +27,10 @@ from asyncckpt.model.source import ByteSource
 from asyncckpt.native import DIGEST_BYTES, U8
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.image import ImagePlan
+from asyncckpt.shard import stream as chunks
 from asyncckpt.shard.files import ShardTarget, drain_images
+from asyncckpt.snapshot.block_data import live_data
+from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.storage.directory import Directory
 
 if TYPE_CHECKING:
@@ -53,8 +56,6 @@ def write_planned(job: SaveJob, target: ShardTarget) -> Written:
     job.enter(FutureState.WRITING)
     if job.staged is not None:
         return _drain(job, target)
-    from asyncckpt.snapshot.block_data import live_data  # Only blocking saves read the live state.
-
     plan = job.plan
     sources = [data.source() for data in live_data(plan, job.cut.flat, job.cut.tables)]
     return stream(job, plan.image, plan.body, plan.tables, sources, target)
@@ -98,12 +99,9 @@ def stream(
     target: ShardTarget,
 ) -> Written:
     """Write blocks through chunk buffers, each from its source."""
-    from asyncckpt.shard.stream import stream_sources  # What an arena holds does not come here.
-    from asyncckpt.staging.chunks import chunk_buffers
-
     exported, late_digests = _export(job, target, sum(file.bytes for file in image.files))
     with chunk_buffers.borrow(max((file.bytes for file in image.files), default=0)) as buffers:
-        files, digests = stream_sources(image, sources, target, buffers=buffers, writer=writers)
+        files, digests = chunks.stream_sources(image, sources, target, buffers=buffers, writer=writers)
     return Written(files=exported + files, body=body, digests=np.concatenate([digests, late_digests]), tables=tables)
 
 
@@ -113,9 +111,6 @@ def _export(job: SaveJob, target: ShardTarget, other_bytes: int) -> Exported:
     job.future.bytes_total = other_bytes + deferred.files_bytes
     if not deferred.tables:
         return NOTHING_EXPORTED
-    from asyncckpt.shard.stream import export_tables
-    from asyncckpt.staging.chunks import chunk_buffers
-
     cuts = [cast("DeferredCut", job.cut.tables[item.table].cut) for item in deferred.tables]
     with chunk_buffers.borrow(CHUNK_BYTES) as buffers:
-        return export_tables(deferred, cuts, target, buffers=buffers, writer=writers)
+        return chunks.export_tables(deferred, cuts, target, buffers=buffers, writer=writers)
