@@ -200,7 +200,7 @@ def _column_segments(plan: SavePlan, item: CutTable, column: str, number: int, c
 
 
 def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8, copies: Copies) -> None:
-    from asyncckpt.snapshot.overlay import Overlay  # Which many states do not need.
+    from asyncckpt.snapshot.overlay import Overlay  # It imports this module.
 
     overlays: dict[int, Overlay | None] = {}
     for number, (table, column) in plan.columns.items():

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,9 +30,7 @@ from asyncckpt.model.torch_use import uses_devices
 from asyncckpt.plan.regions import Regions, RegionWish, TableRows, plan_regions, row_bytes_of
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.snapshot.capture import CopiesOnHost, NotAsPlanned, capture, first_look
-
-if TYPE_CHECKING:
-    from asyncckpt.snapshot.table_capture import TableCapture
+from asyncckpt.snapshot.table_capture import TableCapture
 
 NO_REGIONS = Regions(tables=(), bytes=0)
 
@@ -60,7 +57,7 @@ def device_of(tensor: torch.Tensor) -> int | None:
     """Return the number of the device that a tensor is on; None for the host and for unknown kinds of devices."""
     if not uses_devices():
         return None
-    from asyncckpt.devices.current_runtime import device_of as found  # Where all is on the host, it is not needed.
+    from asyncckpt.devices.current_runtime import device_of as found  # Many processes use none.
 
     return found(tensor)
 
@@ -181,8 +178,6 @@ def fill_arena(job: SaveJob, stage: StageChoice) -> None:
         image, on_host = arena.view(), CopiesOnHost()
         tables: Sequence[TableCapture] = ()
         if stage.regions.tables:
-            from asyncckpt.snapshot.table_capture import TableCapture  # Which many states do not need.
-
             held = {} if contents is None else contents.tables
             tables = [
                 TableCapture(

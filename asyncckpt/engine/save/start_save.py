@@ -36,7 +36,7 @@ def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
     target.check_whole()
     check_not_traced("a save")
     if uses_devices():
-        from asyncckpt.devices.current_runtime import check_not_capturing  # Where there are none, nothing of them is.
+        from asyncckpt.devices.current_runtime import check_not_capturing  # Many processes use none.
 
         check_not_capturing("a save")
     if not call.staged:

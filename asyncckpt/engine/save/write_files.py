@@ -24,7 +24,7 @@ from asyncckpt.format.names import Attempt
 from asyncckpt.format.write_manifest import BodyTemplate, extend_body
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import DIGEST_BYTES, U8
+from asyncckpt.native import DIGEST_BYTES, U8, row_begins
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.image import ImagePlan
 from asyncckpt.shard import stream as chunks
@@ -77,8 +77,6 @@ def _drain(job: SaveJob, target: ShardTarget) -> Written:
     exported, late_digests = _export(job, target, expected)
     files, digests = drain_images(images, job.staged.arena.view(), target)
     if len(late_digests):  # They come after those of the plan.
-        from asyncckpt.native import row_begins
-
         count = int(row_begins(plan.image.lengths)[-1])
         digests = np.concatenate([digests[:count], late_digests, digests[count:]])
     return Written(files=exported + files, body=body, digests=digests, tables=tables, dense_structure=plan.structure)
