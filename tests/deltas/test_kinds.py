@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,23 @@ def test_a_step_below_the_newest_one_cannot_be_a_delta(tmp_path: Path) -> None:
         assert saver.save(5).kind == "full"
         assert saver.save(6).kind == "delta"
     assert asyncckpt.verify(tmp_path, 6).steps == (6, 5)
+
+
+@pytest.mark.parametrize("policy", [None, ALWAYS], ids=["no policy", "policy"])
+@pytest.mark.parametrize("how", ["staged", "blocking", "too large for an arena", "filtered"])
+def test_a_delta_holds_just_the_rows_that_were_written_however_it_is_made(
+    tmp_path: Path, how: str, policy: DeltaPolicy | None
+) -> None:
+    table, options = filled_table(), dict[str, Any]()
+    if how == "too large for an arena":
+        options["host_memory_limit"] = 1
+    if how == "filtered":
+        options["filter_func"] = lambda blocks: blocks
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=policy, **options) as saver:
+        saver.save(1)
+        write(table, torch.arange(5, 12), 2.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # It says why it blocks.
+            made = saver.save(2, kind="delta") if how == "blocking" else save(saver, 2, kind="delta")
+    assert (made.kind, made.rows_count) == ("delta", 7)
+    assert loaded(tmp_path, 2) == content(table)

@@ -20,10 +20,10 @@ MODULES_OF_A_SAVE = 147  # Of the package, loaded by `import asyncckpt.saver` an
 DOORS = ("adapters", "cli", "dcp", "embcache", "formats", "integrations", "observe", "strategies", "testing")
 FIRST = "when features had left the way of a save"
 BUDGET = {
-    "lines of the core": {FIRST: 48_061},
+    "lines of the core": {FIRST: 48_054},
     "lines of doors": {FIRST: 19_402},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_232},
+    "lines of tests": {FIRST: 107_253},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }
