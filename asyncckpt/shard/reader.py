@@ -16,15 +16,13 @@ import contextlib
 import itertools
 import os
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
-import torch
 import xxhash
 
 from asyncckpt import system
 from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
-from asyncckpt.format.encodings import decode
 from asyncckpt.format.head import FileFacts
 from asyncckpt.format.manifest import BlockFacts, Chain, HeaderEntry, Manifest, decode_header, header_length
 from asyncckpt.format.names import split_shard_path
@@ -35,6 +33,9 @@ from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
 from asyncckpt.storage.folder import ReadFolder
 from asyncckpt.storage.store_folder import StoreFolder
+
+if TYPE_CHECKING:
+    import torch
 
 READ_THREADS = 4  # Keep one disk busy.
 NOT_OPEN = -1
@@ -268,6 +269,8 @@ class ChainReader:
 
     def array(self, number: int) -> torch.Tensor:
         """Read all of a block, and return the array that it is."""
+        from asyncckpt.format.encodings import decode  # `verify` needs no torch.
+
         spec = self.block(number).placed.spec
         raw = np.empty(spec.bytes, dtype=np.uint8)
         self.add(number, raw.ctypes.data, begin=0, bytes=spec.bytes)
