@@ -58,7 +58,7 @@ _HEX = np.frombuffer("".join(f"{value:02x}" for value in range(256)).encode(), d
 @dataclass(frozen=True)
 class BodyTemplate:
     """Tables, tree and blocks as JSON text with a hole of 32 characters, beginning at `holes`, for each digest of a
-    block or a leaf, in the order of native/digest_rows.py.
+    block or a leaf, in the order of native.row_begins.
 
     features: what it asks of a reader. tables_end: where the text of the tables ends.
     """
@@ -144,7 +144,7 @@ class PartText:
 def encode_part(
     files: Sequence[FileFacts], values: Sequence[Json], body: BodyTemplate, digests: NDArray[np.uint8]
 ) -> PartText:
-    """Render the part of a rank other than 0; digests (native/digest_rows.py) go into the holes of the body."""
+    """Render the part of a rank other than 0; digests (native.row_begins) go into the holes of the body."""
     limits.check_values_count(len(values))
     begin = dumps({"files": [_file_json(file) for file in files], "values": list(values)})[:-1] + b","
     text = bytearray().join((begin, body.text, b"}"))
@@ -174,7 +174,7 @@ def _without_leaf_digests(text: bytearray, *, first_byte: int) -> bytearray:
 def encode_manifest(
     head: ManifestHead, body: BodyTemplate, digests: NDArray[np.uint8], others: Sequence[PartText] = ()
 ) -> bytearray:
-    """Return the bytes of a manifest file; digests (native/digest_rows.py) go into the holes of the body.
+    """Return the bytes of a manifest file; digests (native.row_begins) go into the holes of the body.
 
     others: the parts of ranks 1, 2, ... of a checkpoint of several, with their files. All in one buffer: for thousands
     of blocks it is megabytes, and fresh memory is slow.

@@ -38,8 +38,7 @@ from asyncckpt.native.contract import (
     paged,
 )
 from asyncckpt.native.declarations import UnusableLibrary
-from asyncckpt.native.digest_rows import row_begins
-from asyncckpt.native.library import NativeCore
+from asyncckpt.native.library import NativeCore, row_begins
 from asyncckpt.native.row_rules import Rule, new_values
 from asyncckpt.native.twin import TwinCore, memory_at
 

@@ -175,7 +175,7 @@ class Digester(Protocol):
         ...
 
     def end_rows(self) -> U8:
-        """Return the digest with those of the leaves (digest_rows.py) and start again."""
+        """Return the digest with those of the leaves (row_begins) and start again."""
         ...
 
 
@@ -266,7 +266,7 @@ class Core(Protocol):
 
     def digester(self) -> Digester: ...
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
-        """Write all files and return the digests of spans with those of their leaves, as digest_rows.py says. Raises
+        """Write all files and return the digests of spans with those of their leaves, as row_begins says. Raises
         CoreIOError or CancelledDrain."""
         ...
 

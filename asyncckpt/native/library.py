@@ -44,7 +44,6 @@ from asyncckpt.native.declarations import (
     AcRowUpdate,
     load_library,
 )
-from asyncckpt.native.digest_rows import joined_rows
 from asyncckpt.signals import uninterrupted
 
 # Room for the rows of a first call of ac_marked, as a fraction of all rows; a second call follows if more are marked.
@@ -145,10 +144,11 @@ class NativeCore:
 
     def digest(self, spans: U64, *, threads: int = 1, leaves: bool = False) -> U8:
         contract.check_table(spans, columns_count=2, name="spans")
-        digests, of_leaves = _empty_digests(len(spans)), _empty_digests(_leaves_of(spans) if leaves else 0)
+        count = _leaf_counts(spans[:, 1]).sum() if leaves else 0
+        digests, of_leaves = _empty_digests(len(spans)), _empty_digests(count)
         room = of_leaves.ctypes.data if leaves else None
         call(self._library.ac_digest, spans.ctypes.data, len(spans), digests.ctypes.data, room, threads)
-        return joined_rows(spans[:, 1], digests, of_leaves) if leaves else digests
+        return _joined_rows(spans[:, 1], digests, of_leaves) if leaves else digests
 
     def digester(self) -> Digester:
         return NativeDigester(self._library)
@@ -161,11 +161,11 @@ class NativeCore:
             AcFile(table.ctypes.data, len(table), file.fd, file.direct)
             for file, table in zip(files, extents, strict=True)
         ]
-        digests, leaves = _empty_digests(len(spans)), _empty_digests(_leaves_of(spans))
+        digests, leaves = _empty_digests(len(spans)), _empty_digests(_leaf_counts(spans[:, 1]).sum())
         places = spans.ctypes.data, len(spans), digests.ctypes.data, leaves.ctypes.data
         settings = byref(AcDrainOptions(*astuple(options)))
         call(self._library.ac_drain, (AcFile * len(files))(*tables), len(files), *places, settings, *_shared(progress))
-        return joined_rows(spans[:, 1], digests, leaves) if spans[:, 1].max(initial=0) > LEAF_BYTES else digests
+        return _joined_rows(spans[:, 1], digests, leaves) if spans[:, 1].max(initial=0) > LEAF_BYTES else digests
 
     def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None:
         call(self._library.ac_write, fd, address, bytes, offset, direct)
@@ -188,8 +188,8 @@ def _empty_digests(count: int) -> U8:
     return np.empty((count, DIGEST_BYTES), dtype=np.uint8)
 
 
-def _leaves_of(spans: U64) -> int:
-    return int((-(-spans[:, 1].astype(np.int64) // LEAF_BYTES)).sum())
+def _leaf_counts(bytes: U64) -> I64:
+    return -(-bytes.astype(np.int64) // LEAF_BYTES)
 
 
 def _shared(progress: Progress) -> tuple[int, int]:
@@ -377,3 +377,23 @@ def _handle_of(address: int | None) -> int:
     if not address:
         raise MemoryError("the compiled core has no memory for a new object")
     return address
+
+
+def row_begins(bytes: Sequence[int] | I64 | U64) -> I64:
+    """Return at which row of digests each block begins, and the last one ends: int64 [blocks + 1]. A block has a row
+    for its digest, then those of its leaves, if it has several (docs/format.md, "The digest")."""
+    sizes = np.asarray(bytes, dtype=np.int64)
+    counts = 1 + np.where(sizes > LEAF_BYTES, -(-sizes // LEAF_BYTES), 0)
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+
+
+def _joined_rows(bytes: U64, digests: U8, leaves: U8) -> U8:
+    """Return the rows of blocks, from their digests (uint8 [blocks, 16]) and those of all leaves of all of them."""
+    begins = row_begins(bytes)
+    rows = np.empty((int(begins[-1]), DIGEST_BYTES), dtype=np.uint8)
+    is_leaf = np.ones(len(rows), dtype=np.bool_)
+    is_leaf[begins[:-1]] = False
+    rows[begins[:-1]] = digests
+    counts = _leaf_counts(bytes)
+    rows[is_leaf] = leaves[np.repeat(counts > 1, counts)]
+    return rows

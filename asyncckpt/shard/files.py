@@ -199,7 +199,7 @@ def drain_images(
 ) -> tuple[tuple[FileFacts, ...], U8]:
     """Write every file of some images, each with where it begins in the arena.
 
-    Returns the files' facts and the digests of the blocks, with those of their leaves (native/digest_rows.py).
+    Returns the files' facts and the digests of the blocks, with those of their leaves (native.row_begins).
     """
     address = int(arena.ctypes.data)
     facts: list[FileFacts] = []

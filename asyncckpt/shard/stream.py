@@ -92,7 +92,7 @@ def stream_sources(
     buffers: Sequence[int],
     writer: Executor,
 ) -> tuple[tuple[FileFacts, ...], U8]:
-    """Write every file; `sources` and the returned digests (native/digest_rows.py) are in the plan's block order."""
+    """Write every file; `sources` and the returned digests (native.row_begins) are in the plan's block order."""
     digests = _Digests(plan.lengths)
 
     def chunks_of(number: int, header: bytes) -> Iterator[Chunk]:
@@ -220,7 +220,7 @@ def export_tables(
     buffers: Sequence[int],
     writer: Executor,
 ) -> tuple[tuple[FileFacts, ...], U8]:
-    """Write a file per table; return their facts and the digests (native/digest_rows.py) of their blocks in manifest
+    """Write a file per table; return their facts and the digests (native.row_begins) of their blocks in manifest
     order."""
     digests = _Digests(np.array([block.spec.bytes for block in opened.blocks], dtype=np.int64))
 

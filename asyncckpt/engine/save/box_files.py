@@ -42,7 +42,7 @@ from asyncckpt.snapshot.capture import look
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import Arena, pool
 
-# Files, and digests of their blocks, as native/digest_rows.py says.
+# Files, and digests of their blocks, as native.row_begins says.
 Written = tuple[tuple[FileFacts, ...], U8]
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
