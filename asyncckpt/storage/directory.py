@@ -76,10 +76,12 @@ def check_path(path: str | os.PathLike[str]) -> Path:
         )
     if text.startswith("~"):
         raise UsageError("path starts with '~'", found=text, hint="expand it with os.path.expanduser")
-    absolute = Path(os.path.abspath(text))
-    parts = absolute.parts
     try:
-        too_long = max(len(os.fsencode(part)) for part in parts) > COMPONENT_BYTES_MAX
+        absolute = Path(os.path.abspath(text))
+    except FileNotFoundError as error:
+        raise UsageError("the current folder is gone", found=text, hint="give the path in full") from error
+    try:
+        too_long = max(len(os.fsencode(part)) for part in absolute.parts) > COMPONENT_BYTES_MAX
     except UnicodeEncodeError as error:
         raise UsageError("path is not in the encoding of file names", found=text, hint="PYTHONUTF8=1") from error
     # Below the root come `data`, an attempt folder and a shard file.
