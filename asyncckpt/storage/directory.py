@@ -90,6 +90,12 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return absolute
 
 
+def _close(fd: int) -> None:
+    """Close where nothing can be lost by it: an error would hide the one that matters."""
+    with contextlib.suppress(OSError):
+        at.close(fd)
+
+
 class Directory:
     """An open folder. Close it, or use it as a context manager.
 
@@ -141,8 +147,7 @@ class Directory:
 
     def close(self) -> None:
         if self.fd >= 0:
-            with contextlib.suppress(OSError):
-                at.close(self.fd)
+            _close(self.fd)
             self.fd = -1
 
     def __enter__(self) -> Directory:
@@ -187,13 +192,13 @@ class Directory:
                 is_direct = direct and set_direct(fd)
         except BaseException:
             if fd >= 0:
-                at.close(fd)
+                _close(fd)
             raise
         return fd, is_direct
 
     def make_empty(self, name: str) -> None:
         """Create a file without bytes that must be new. Others may remove it, so nothing of it is remembered."""
-        at.close(self.create_file(name)[0])
+        _close(self.create_file(name)[0])
         self.made.pop(name, None)
 
     def open_file(self, name: str, *, writable: bool = False) -> int:
@@ -212,7 +217,7 @@ class Directory:
             if not stat.S_ISREG(at.fstat(fd).st_mode):
                 raise CorruptError(f"{shown} is not a regular file")
         except BaseException as error:
-            at.close(fd)
+            _close(fd)
             if isinstance(error, OSError):
                 raise io_failed(f"file {shown} cannot be looked at", error) from error
             raise
@@ -231,8 +236,7 @@ class Directory:
                     read += more
                 return read
         finally:
-            with contextlib.suppress(OSError):  # A failed close takes nothing from what was read.
-                at.close(fd)
+            _close(fd)
 
     def names(self) -> list[str]:
         """Return what is in this folder, whoever else lists it at the same time."""
