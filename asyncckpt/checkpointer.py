@@ -113,8 +113,8 @@ class Checkpointer:
             raise UsageError("ranks in turn save through a Saver each", hint="a Checkpointer is one rank of a loop")
         if "shard_num" not in more:
             more["shard_index"], more["shard_num"] = which_of_all(ranks)
-        key = str(path) if StoreUrl.is_url(path) else os.path.realpath(path)
-        _end_earlier(key)
+        key = str(path if more["shard_num"] != 1 else check_place(path))  # Of ranks the Saver does, and tells all.
+        _end_earlier(key := key if StoreUrl.is_url(key) else os.path.realpath(key))
         self._termination = Termination()
         if more["shard_num"] != 1:  # From here on the other ranks wait for this one: none ends by itself.
             self._termination.listen()

@@ -26,6 +26,7 @@ from asyncckpt.cli import as_json
 from asyncckpt.cli.answers import Commands, add_json, asked, natural, said
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.cli.text import count_of, print_facts, size
+from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.store_url import Place, StoreUrl
@@ -122,7 +123,24 @@ def _look_at_directory(path: Path, found: Diagnosis) -> None:
     if holder is not None:
         found.facts.append(("held by", holder))
         found.problems.append(f"another process saves there ({holder}): a second Saver is refused until it ends")
+    refused = _why_refused(path)
+    if refused is not None:
+        found.problems.append(f"saves fail: {refused}")
     found.answer["directory"] = {"state": state, "checkpoints_count": len(steps), "held_by": holder}
+
+
+def _why_refused(path: Path) -> str | None:
+    """Return why a Saver cannot open a checkpoint directory that is there."""
+    try:
+        with CheckpointRoot.for_reading(path) as root:
+            for folder in (root.manifests, root.data):
+                folder.check_writable()
+            os.close(root.root.open_file(LOCK_NAME, writable=True))
+    except NotFoundError:  # The first save makes it.
+        return None
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:

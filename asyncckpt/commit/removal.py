@@ -184,7 +184,8 @@ def pin_step(root: WriteRoot, step: int) -> None:
     root.manifests.sync()
     going = being_removed(root)  # Before the look at the step: a removal that ends in between has taken its mark away.
     if read_head(root, step).folder_name in going:
-        raise ConflictError(f"step {step} of {str(root.path)!r} is being removed", hint="if it stays, pin it again")
+        hint = "if it stays, pin it again; after a removal that was killed: asyncckpt gc"
+        raise ConflictError(f"step {step} of {str(root.path)!r} is being removed", hint=hint)
 
 
 def unpin_step(root: WriteRoot, step: int) -> bool:

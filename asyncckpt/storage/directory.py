@@ -76,16 +76,24 @@ def check_path(path: str | os.PathLike[str]) -> Path:
         )
     if text.startswith("~"):
         raise UsageError("path starts with '~'", found=text, hint="expand it with os.path.expanduser")
-    absolute = Path(os.path.abspath(text))
-    parts = absolute.parts
     try:
-        too_long = max(len(os.fsencode(part)) for part in parts) > COMPONENT_BYTES_MAX
+        absolute = Path(os.path.abspath(text))
+    except FileNotFoundError as error:
+        raise UsageError("the current folder is gone", found=text, hint="give the path in full") from error
+    try:
+        too_long = max(len(os.fsencode(part)) for part in absolute.parts) > COMPONENT_BYTES_MAX
     except UnicodeEncodeError as error:
         raise UsageError("path is not in the encoding of file names", found=text, hint="PYTHONUTF8=1") from error
     # Below the root come `data`, an attempt folder and a shard file.
     if too_long or len(os.fsencode(absolute)) > PATH_BYTES_MAX - 128:
         raise UsageError("path is too long", found=text[:80] + "...", expected=f"{COMPONENT_BYTES_MAX} bytes a part")
     return absolute
+
+
+def _close(fd: int) -> None:
+    """Close where nothing can be lost by it: an error would hide the one that matters."""
+    with contextlib.suppress(OSError):
+        at.close(fd)
 
 
 class Directory:
@@ -139,8 +147,7 @@ class Directory:
 
     def close(self) -> None:
         if self.fd >= 0:
-            with contextlib.suppress(OSError):
-                at.close(self.fd)
+            _close(self.fd)
             self.fd = -1
 
     def __enter__(self) -> Directory:
@@ -185,13 +192,13 @@ class Directory:
                 is_direct = direct and set_direct(fd)
         except BaseException:
             if fd >= 0:
-                at.close(fd)
+                _close(fd)
             raise
         return fd, is_direct
 
     def make_empty(self, name: str) -> None:
         """Create a file without bytes that must be new. Others may remove it, so nothing of it is remembered."""
-        at.close(self.create_file(name)[0])
+        _close(self.create_file(name)[0])
         self.made.pop(name, None)
 
     def open_file(self, name: str, *, writable: bool = False) -> int:
@@ -210,7 +217,7 @@ class Directory:
             if not stat.S_ISREG(at.fstat(fd).st_mode):
                 raise CorruptError(f"{shown} is not a regular file")
         except BaseException as error:
-            at.close(fd)
+            _close(fd)
             if isinstance(error, OSError):
                 raise io_failed(f"file {shown} cannot be looked at", error) from error
             raise
@@ -229,8 +236,7 @@ class Directory:
                     read += more
                 return read
         finally:
-            with contextlib.suppress(OSError):  # A failed close takes nothing from what was read.
-                at.close(fd)
+            _close(fd)
 
     def names(self) -> list[str]:
         """Return what is in this folder, whoever else lists it at the same time."""

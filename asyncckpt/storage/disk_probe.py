@@ -71,7 +71,7 @@ def holder_of(path: Path, lock_name: str) -> str | None:
     if sys.platform != "linux":
         return None  # Other systems do not say.
     with contextlib.suppress(OSError):
-        fd = os.open(path / lock_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path / lock_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             found = struct.unpack("hhqqi4x", fcntl.fcntl(fd, _F_OFD_GETLK, asked))

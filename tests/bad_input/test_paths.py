@@ -337,3 +337,22 @@ def test_case_064_one_checkpoint_copied_out_of_many(small: Crafted, tmp_path: Pa
     assert targets.load(copy).step == 7
     assert targets.loaded
     assert torch.equal(targets.tensors["w"], small_tensors()["w"])
+
+
+def test_case_055_relative_path_where_the_current_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No FileNotFoundError, which a loop may take for an empty directory; what is named in full is found."""
+    save_one(tmp_path / "root")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for call in (asyncckpt.load, asyncckpt.list_steps, lambda path: asyncckpt.Checkpointer(path, every=1, v=[])):
+        with pytest.raises(UsageError, match=r"current folder .* the path in full"):
+            call("root")
+    assert asyncckpt.list_steps(tmp_path / "root") == [0]
+
+
+def test_case_055_checkpointer_of_no_path() -> None:
+    with pytest.raises(UsageError, match="path is not a path"):
+        asyncckpt.Checkpointer(5, every=1, v=[])  # type: ignore[arg-type]

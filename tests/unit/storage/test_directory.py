@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from asyncckpt.errors import IOFailedError
 from asyncckpt.storage.directory import Directory
 
 THREADS_COUNT = 4
@@ -38,3 +41,24 @@ def test_what_others_remove_meanwhile_does_not_keep_a_folder(tmp_path: Path, mon
         folder.remove_folder("gone")
         folder.remove_folder("gone")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_close_is_no_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file has nothing to lose by it; beside another error it hid that one, as a bare OSError."""
+    close = os.close
+
+    def failing_close(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, "closing")
+
+    def failing_fstat(_: int) -> os.stat_result:
+        raise OSError(errno.EIO, "looking")
+
+    with Directory.open(tmp_path) as folder, monkeypatch.context() as patched:
+        patched.setattr(os, "close", failing_close)
+        folder.make_empty("empty")
+        patched.setattr(os, "fstat", failing_fstat)
+        for act in (folder.open_file, folder.create_file):
+            with pytest.raises(IOFailedError, match="cannot be"):
+                act("empty" if act == folder.open_file else "new")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "new"]
