@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt import DeltaPolicy, HashTable, Loader, Saver, SaveResult, UsageError
+from asyncckpt import DeltaPolicy, HashTable, Loader, Saver, SaveResult, UsageError, inspection
 
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0)
 ROWS = 300
@@ -245,20 +245,53 @@ def test_a_user_filter_that_renames_makes_tables_whole(tmp_path: Path) -> None:
     assert content(target) == content(table)
 
 
-def test_a_user_filter_that_renames_later_is_refused(tmp_path: Path) -> None:
-    names = ["user", "other"]
+def _renamed(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+    return [b.replace(name=f"other@{b.column}") if b.table == "user" else b for b in blocks]
 
-    def renamed(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-        name = names.pop(0)
-        return [block.replace(name=f"{name}@{block.column}") for block in blocks]
 
-    table = filled_table()
-    with Saver(path=tmp_path, hashtables={"user": table}, filter_func=renamed, deltas=ALWAYS) as saver:
+def _swapped(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+    names = {"user": "item", "item": "user"}
+    return [block.replace(name=f"{names[str(block.table)]}@{block.column}") for block in blocks]
+
+
+def _shortened(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+    return [block for block in blocks if block.column != "sum"]
+
+
+def _rounded(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+    return [b.replace(data=b.data.double()) if b.column == "embedding" else b for b in blocks]
+
+
+def _of_other_ids(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+    return [b.replace(data=b.data + 1) if b.column == "id" else b for b in blocks]
+
+
+def _as_they_are(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+    return blocks
+
+
+FILTERS = [_as_they_are, _renamed, _swapped, _shortened, _rounded, _of_other_ids]
+
+
+@pytest.mark.parametrize("second", FILTERS)
+@pytest.mark.parametrize("first", FILTERS)
+def test_rows_are_laid_only_over_those_that_a_user_filter_has_left_alike(
+    tmp_path: Path, first: Any, second: Any
+) -> None:
+    """What it writes otherwise than the save before, or with other ids, is written whole."""
+    now, tables = [first], {"user": filled_table(), "item": filled_table("item")}
+    with (
+        Saver(path=tmp_path / "deltas", hashtables=tables, filter_func=lambda b: now[0](b), deltas=ALWAYS) as saver,
+        Saver(path=tmp_path / "full", hashtables=tables, filter_func=lambda b: now[0](b)) as full,
+    ):
         save(saver, 1)
-        table.remove(torch.tensor([7]))
-        with pytest.raises(asyncckpt.errors.FilterError, match="another name"):
-            save(saver, 2)
-    assert asyncckpt.list_steps(tmp_path) == [1]
+        for value, table in enumerate(tables.values(), 2):
+            write(table, torch.tensor([5, ROWS + 5]), float(value))
+            table.remove(torch.tensor([7]))
+        now[0] = second
+        assert save(saver, 2).kind == "delta"
+        save(full, 2)
+    assert inspection.compare(tmp_path / "deltas", 2, 2, other_path=tmp_path / "full").is_same
 
 
 def test_saver_compacts_beside_training(tmp_path: Path) -> None:

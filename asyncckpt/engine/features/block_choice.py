@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -76,6 +77,20 @@ def _planned_spec(job: SaveJob, block: StagedBlock) -> BlockSpec:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
+def written_as(job: SaveJob, blocks: Iterable[StagedBlock]) -> dict[str, set[object]]:
+    """Return by table which columns are written as what. Rows can be laid only over those that are written alike; over
+    none with other ids than the table has, for these are chosen, and removed, by its own.
+    """
+    found: dict[str, set[object]] = {}
+    for block in blocks:
+        if block.spec.table is not None:
+            of, spec = _planned_spec(job, block).name, block.spec
+            has_other_ids = block.replaced and spec.role is Role.ID
+            column = object() if has_other_ids else (of, spec.column, spec.dtype, spec.shape[1:])
+            found.setdefault(block.spec.table, set()).add(column)
+    return found
+
+
 def table_facts(job: SaveJob, blocks: Sequence[StagedBlock]) -> dict[str, TableFacts]:
     """Return the tables whose ids are among the blocks, under the names that the filter function gave them."""
     shards = {item.name: item.shard for item in job.cut.tables}
@@ -132,10 +147,18 @@ def _from_plan(job: SaveJob, facts: TableFacts, columns: Sequence[list[StagedBlo
     number, _ = job.plan.columns[first]
     chosen, cut = job.rows[number], job.cut.tables[number].cut
     staged = tuple(sorted((_column(blocks) for blocks in columns), key=lambda column: column.spec.role is not Role.ID))
-    if chosen.rows is None:
+    if chosen.rows is None or not _is_written_alike(job, facts.name, columns):
         return StagedTable(facts=facts, columns=staged, kept=None, removed=NO_IDS)
     kept = positions(cut.runs, chosen.rows)
     return StagedTable(facts=replace(facts, whole=False), columns=staged, kept=kept, removed=chosen.removed)
+
+
+def _is_written_alike(job: SaveJob, name: str, columns: Sequence[list[StagedBlock]]) -> bool:
+    """Return whether the filter function leaves a table as that of this name in what a delta builds upon."""
+    if job.target.filter_func is None:
+        return True
+    link = None if job.base is None else job.base.tables.get(name)
+    return link is not None and link.written_as == written_as(job, chain.from_iterable(columns))[name]
 
 
 def _column(blocks: Sequence[StagedBlock]) -> StagedColumn:

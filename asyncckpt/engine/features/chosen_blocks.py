@@ -15,14 +15,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from asyncckpt.engine.features.block_choice import filter_blocks, own_blocks, planned_blocks, staged_tables, table_facts
+from asyncckpt.engine.features.block_choice import (
+    filter_blocks,
+    own_blocks,
+    planned_blocks,
+    staged_tables,
+    table_facts,
+    written_as,
+)
 from asyncckpt.engine.features.row_fingerprints import Selections, select_rows
 from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import SaveJob, Written
 from asyncckpt.engine.save.state_cut import NOTHING_BY_PEERS
 from asyncckpt.engine.save.write_files import in_order, stream, write_planned
-from asyncckpt.errors import FilterError
 from asyncckpt.format.write_manifest import render_body
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.table import Role
@@ -72,7 +78,11 @@ def write_chosen(job: SaveJob, target: ShardTarget) -> Written:
         written = write_planned(job, target)
     left_out = _leaves(planned or ()) - _leaves(blocks or ())
     return replace(
-        written, fingerprints=selections.fingerprints, missed=selections.missed, holds_all=left_out <= {None}
+        written,
+        fingerprints=selections.fingerprints,
+        missed=selections.missed,
+        holds_all=left_out <= {None},
+        written_as=written_as(job, blocks or ()),
     )
 
 
@@ -114,17 +124,9 @@ def _choose_rows(
     job: SaveJob, blocks: Sequence[StagedBlock], selections: Selections, check_not_cancelled: Callable[[], None]
 ) -> FilteredState:
     """Leave rows out, and store columns as the row filters want them."""
-    state = run_row_filters(
+    return run_row_filters(
         job.target.filters,
         staged_tables(job, blocks, selections),
         [block for block in blocks if block.spec.role is Role.DENSE],
         enter_state=check_not_cancelled,
     )
-    base = job.base
-    for facts in state.tables:
-        if not facts.whole and (base is None or facts.name not in base.tables):
-            raise FilterError(
-                f"filter gave a table another name ({facts.name!r}) in a delta than in what it builds upon",
-                hint="save a full checkpoint when names change: kind='full'",
-            )
-    return state

@@ -129,6 +129,7 @@ def _link(job: SaveJob, committed: Committed) -> None:
             shard=item.shard,
             version=job.cut.versions.get(item.name),
             fingerprints=written.fingerprints.get(item.name),
+            written_as=written.written_as.get(item.name),
         )
         for item in job.cut.tables
         if item.name in names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -48,12 +48,17 @@ WRITE_S_MAX = 0.25
 
 @dataclass(frozen=True)
 class TableLink:
-    """A table as it is in a committed checkpoint. `fingerprints` where it has no marks and deltas are wanted."""
+    """A table as it is in a committed checkpoint.
+
+    fingerprints  where it has no marks and deltas are wanted
+    written_as    what of which columns the user's filter function has left under this name
+    """
 
     schema: TableSchema
     shard: Shard
     version: CutVersion | None
     fingerprints: RowFingerprints | None
+    written_as: Collection[object] | None = None
 
     def is_of(self, schema: TableSchema, shard: Shard) -> bool:
         """Return whether rows of a table like that can be laid over this one."""
@@ -299,7 +304,7 @@ class Written:
     tables: as they are in the checkpoint. dense_structure: a digest of what the manifest says of dense tensors but
     their digests, where it is known without looking at each. fingerprints: of the rows of tables that are compared.
     missed: by table the ids of rows that were changed without a mark. holds_all: the user's filter has left out no
-    tensor, and renamed none.
+    tensor, and renamed none. written_as: see TableLink, by table.
     """
 
     files: tuple[FileFacts, ...]
@@ -310,6 +315,7 @@ class Written:
     fingerprints: Mapping[str, RowFingerprints] = field(default_factory=dict)
     missed: Mapping[str, I64] = field(default_factory=dict)
     holds_all: bool = True
+    written_as: Mapping[str, Collection[object]] = field(default_factory=dict)
 
     @property
     def structure(self) -> str:
