@@ -147,7 +147,8 @@ class Directory:
 
     def close(self) -> None:
         if self.fd >= 0:
-            _close(self.fd)
+            with contextlib.suppress(OSError):
+                at.close(self.fd)
             self.fd = -1
 
     def __enter__(self) -> Directory:
