@@ -78,10 +78,9 @@ def check_path(path: str | os.PathLike[str]) -> Path:
         raise UsageError("path starts with '~'", found=text, hint="expand it with os.path.expanduser")
     try:
         absolute = Path(os.path.abspath(text))
+        too_long = max(len(os.fsencode(part)) for part in absolute.parts) > COMPONENT_BYTES_MAX
     except FileNotFoundError as error:
         raise UsageError("the current folder is gone", found=text, hint="give the path in full") from error
-    try:
-        too_long = max(len(os.fsencode(part)) for part in absolute.parts) > COMPONENT_BYTES_MAX
     except UnicodeEncodeError as error:
         raise UsageError("path is not in the encoding of file names", found=text, hint="PYTHONUTF8=1") from error
     # Below the root come `data`, an attempt folder and a shard file.
@@ -237,7 +236,8 @@ class Directory:
                     read += more
                 return read
         finally:
-            _close(fd)
+            with contextlib.suppress(OSError):
+                at.close(fd)
 
     def names(self) -> list[str]:
         """Return what is in this folder, whoever else lists it at the same time."""

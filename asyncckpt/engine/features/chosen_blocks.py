@@ -82,7 +82,7 @@ def write_chosen(job: SaveJob, target: ShardTarget) -> Written:
         fingerprints=selections.fingerprints,
         missed=selections.missed,
         holds_all=left_out <= {None},
-        written_as=written_as(job, blocks or ()),
+        written_as={} if blocks is None else written_as(job, blocks),
     )
 
 
