@@ -22,6 +22,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.dtypes import stored_dtype
-from asyncckpt.format.tree import tensor_paths
+from asyncckpt.format.tree import tensor_names, tensor_paths
 from asyncckpt.model.sharing import NOTHING_SHARED, SharedMemory, SharedView, Sharing, TiedLeaf
 from asyncckpt.native import U64
 from asyncckpt.plan.state import FlatState
@@ -73,6 +74,17 @@ def check_leaf(tensor: torch.Tensor, name: str) -> None:
         )
     stored_dtype(tensor.dtype, owner=name)
     check_extent(tensor, name)
+
+
+@contextmanager
+def naming_leaves(flat: FlatState) -> Iterator[None]:
+    """Ask leaves for their sizes before a plan is made: one that has none is refused as by check_leaf."""
+    try:
+        yield
+    except (RuntimeError, ValueError):
+        for tensor, name in zip(flat.tensors, tensor_names(flat.tree), strict=True):
+            check_leaf(tensor, name)
+        raise
 
 
 def check_extent(tensor: torch.Tensor, name: str) -> None:
