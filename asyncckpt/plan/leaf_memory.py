@@ -22,7 +22,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,15 +75,10 @@ def check_leaf(tensor: torch.Tensor, name: str) -> None:
     check_extent(tensor, name)
 
 
-@contextmanager
-def naming_leaves(flat: FlatState) -> Iterator[None]:
-    """Ask leaves for their sizes before a plan is made: one that has none is refused as by check_leaf."""
-    try:
-        yield
-    except (RuntimeError, ValueError):
-        for tensor, name in zip(flat.tensors, tensor_names(flat.tree), strict=True):
-            check_leaf(tensor, name)
-        raise
+def check_leaves(flat: FlatState) -> None:
+    """Do it with all of a state of which no plan has been made."""
+    for tensor, name in zip(flat.tensors, tensor_names(flat.tree), strict=True):
+        check_leaf(tensor, name)
 
 
 def check_extent(tensor: torch.Tensor, name: str) -> None:
