@@ -29,7 +29,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.dtypes import stored_dtype
-from asyncckpt.format.tree import tensor_paths
+from asyncckpt.format.tree import tensor_names, tensor_paths
 from asyncckpt.model.sharing import NOTHING_SHARED, SharedMemory, SharedView, Sharing, TiedLeaf
 from asyncckpt.native import U64
 from asyncckpt.plan.state import FlatState
@@ -73,6 +73,12 @@ def check_leaf(tensor: torch.Tensor, name: str) -> None:
         )
     stored_dtype(tensor.dtype, owner=name)
     check_extent(tensor, name)
+
+
+def check_leaves(flat: FlatState) -> None:
+    """Do it with all of a state of which no plan has been made."""
+    for tensor, name in zip(flat.tensors, tensor_names(flat.tree), strict=True):
+        check_leaf(tensor, name)
 
 
 def check_extent(tensor: torch.Tensor, name: str) -> None:

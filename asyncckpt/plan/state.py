@@ -267,7 +267,7 @@ def _mapping(
     try:
         # Not items(): thousands of pairs alive at once would start a full garbage collection.
         names, values = list(value.keys()), list(value.values())
-        if names != list(value.keys()):
+        if len(values) != len(names) or names != list(value.keys()):
             raise RuntimeError("its keys are others now")
         metadata = None if type(value) is dict else metadata_in(value)
     except (RuntimeError, KeyError) as error:

@@ -129,7 +129,14 @@ class Breaking(dict[str, Any]):
         raise RuntimeError("dictionary changed size during iteration")
 
 
-@pytest.mark.parametrize("kind", [Changing, Breaking])
+class Short(dict[str, Any]):
+    """One that has its keys again when they are looked at."""
+
+    def values(self) -> Any:
+        return [*dict.values(self)][1:]
+
+
+@pytest.mark.parametrize("kind", [Changing, Breaking, Short])
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"inner": x}, lambda x: {"list": [x]}])
 def test_case_096_state_that_changes_while_it_is_read(
     save: Save, tmp_path: Path, kind: type[dict[str, Any]], wrap: Callable[[Any], Any]

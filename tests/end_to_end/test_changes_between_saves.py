@@ -83,6 +83,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "sparse": lambda tensor: tensor.to_sparse(),
     "zeros without memory": lambda tensor: torch._efficientzerotensor(tuple(tensor.shape)),
     "functional": torch._to_functional_tensor,
+    "not initialised": lambda tensor: torch.nn.UninitializedParameter(),
 }
 
 

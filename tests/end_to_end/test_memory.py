@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.engine.save import start_save
+from asyncckpt.filters import WriteBlock
 from asyncckpt.staging.pool import pool
 from tests.end_to_end.state import State, load_image
 
@@ -35,6 +38,25 @@ def test_snapshot_over_the_limit_is_saved_blocking(tmp_path: Path) -> None:
         assert saver.statistics().fallback_count == 1
         assert saver.statistics().arena_bytes == 0
     assert load_image(tmp_path) == expected
+
+
+def test_a_blocking_save_that_takes_too_long_is_not_left_to_read_what_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_save, "SAVE_DEADLINE_S", 0.1)
+    may_write = threading.Event()
+
+    def wait(blocks: list[WriteBlock]) -> list[WriteBlock]:
+        may_write.wait(60)
+        return blocks
+
+    state = {"a": torch.zeros(1 << 10)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, host_memory_limit=0, filter_func=wait) as saver:
+        with pytest.warns(RuntimeWarning, match="does not fit"), pytest.raises(asyncckpt.DeadlineError):
+            saver.save_async(1)
+        state["a"].fill_(1)
+        may_write.set()
+    assert asyncckpt.list_steps(tmp_path) == []
 
 
 @pytest.mark.parametrize("way", ["save", "save_async"])

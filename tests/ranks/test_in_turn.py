@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import asyncckpt
 from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.ranks import in_turn
-from asyncckpt.errors import FilterError
+from asyncckpt.errors import FilterError, UnsupportedError, UsageError
 from asyncckpt.storage import owner_lock
 from tests.ranks.forked import REPOSITORY
 
@@ -277,3 +277,11 @@ def test_what_saves_by_itself_refuses_ranks_in_turn(tmp_path: Path) -> None:
 def test_one_rank_in_turn_is_a_saver_like_any_other(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1)}, ranks=IN_TURN) as saver:
         assert saver.save(1).waits_for == ()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make", [lambda: torch.nested.nested_tensor([torch.ones(2)]), torch.nn.UninitializedParameter])
+def test_a_tensor_without_sizes_is_refused_and_named(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
+    refused = pytest.raises((UnsupportedError, UsageError), match="'lost'")
+    with asyncckpt.Saver(0, 2, path=tmp_path, tensors={"lost": make()}, ranks=IN_TURN) as saver, refused:
+        saver.save(1)

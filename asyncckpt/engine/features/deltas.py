@@ -25,6 +25,7 @@ from asyncckpt.errors import ConflictError, UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.model.table import CutVersion, tracks_rows
 from asyncckpt.options import DeltaPolicy
+from asyncckpt.plan.leaf_memory import check_leaves
 from asyncckpt.plan.regions import TableRows, row_bytes_of
 from asyncckpt.plan.save_plan import CutTable
 
@@ -215,7 +216,11 @@ def _version_of(item: CutTable, newest: ChainLink) -> CutVersion | None:
 
 def _bytes_of(rows: Sequence[TableRows], base: ChainLink, cut: Cut) -> int:
     """Return about what a delta will write, without tables that are compared row by row: nobody knows it yet."""
-    total = sum(tensor.numel() * tensor.element_size() for tensor in cut.flat.held)
+    try:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in cut.flat.held)
+    except ValueError:  # One has no sizes.
+        check_leaves(cut.flat)
+        raise
     for chosen, item in zip(rows, cut.tables, strict=True):
         link = base.tables.get(item.name)
         if chosen.is_whole and link is not None and link.fingerprints is not None:

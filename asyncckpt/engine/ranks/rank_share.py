@@ -13,6 +13,7 @@ from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.engine.save.state_cut import NOTHING_BY_PEERS, Cut
 from asyncckpt.model.table import IdsHeld, Table
+from asyncckpt.plan.leaf_memory import check_leaves
 
 
 @dataclass
@@ -63,7 +64,11 @@ class SharesWithRanks(SaveFeature):
         job.commit = save_in_turn if self._ranks.in_turn else save_with_ranks
 
     def flattened(self, cut: Cut, tables: Mapping[str, Table], call: int | None) -> None:
-        listed = self._ranks.replicas.list_of(cut.flat, tables)
+        try:
+            listed = self._ranks.replicas.list_of(cut.flat, tables)
+        except RuntimeError:  # A tensor has no sizes.
+            check_leaves(cut.flat)
+            raise
         left_out = None if self._audit else self._ranks.replicas.by_peers(listed)
         cut.share = RankShare(self._ranks, -1 if call is None else call, tables, listed, left_out)
         if left_out is not None:

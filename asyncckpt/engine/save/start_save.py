@@ -18,7 +18,7 @@ from asyncckpt.engine.save.save_job import SaveCall, SaveJob, SaveTarget
 from asyncckpt.engine.save.stage import StageChoice, choose_stage, fill_arena, unstaged
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.engine.save.write_files import write_planned
-from asyncckpt.errors import UsageError, warn
+from asyncckpt.errors import DeadlineError, UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
@@ -81,8 +81,9 @@ def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
         job.note("call", begun)
         background.submit(work)
         save_lock.hand_over(ticket, is_captured=is_captured)
-        if not is_captured:  # The background reads what the caller owns.
-            wait_until_done(future._inner, SAVE_DEADLINE_S)
+        # The background reads what the caller owns; a commit does not.
+        if not is_captured and not wait_until_done(future._inner, SAVE_DEADLINE_S) and future.cancel():
+            raise DeadlineError(f"the save of step {step}, which blocks, did not end within {SAVE_DEADLINE_S} s")
         return future
     except BaseException as error:
         if job is None:
