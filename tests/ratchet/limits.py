@@ -9,7 +9,7 @@ from __future__ import annotations
 # {way: (files, functions)}
 LAW = {
     "save": (33, 264),
-    "delta": (46, 393),
+    "delta": (45, 393),
     "ranks": (48, 395),
     "load": (32, 256),
     "chain": (44, 381),
@@ -19,11 +19,12 @@ MODULES_OF_A_SAVE = 147  # Of the package, loaded by `import asyncckpt.saver` an
 # The rest of the package is the core.
 DOORS = ("adapters", "cli", "dcp", "embcache", "formats", "integrations", "observe", "strategies", "testing")
 FIRST = "when features had left the way of a save"
+ATTACKED = "mends of what attacks on the plain path found"
 BUDGET = {
-    "lines of the core": {FIRST: 48_054},
-    "lines of doors": {FIRST: 19_402},
+    "lines of the core": {FIRST: 48_054, ATTACKED: 46},
+    "lines of doors": {FIRST: 19_402, ATTACKED: 18},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_253},
+    "lines of tests": {FIRST: 107_253, ATTACKED: 135},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }
