@@ -35,9 +35,10 @@ def run_bench(command: str, out: Path, *options: str) -> Any:
     return json.loads(Path(f"{out}.json").read_text())
 
 
-def assert_is_figure(value: float | None) -> None:
-    assert value is not None
-    assert math.isfinite(value)
+def assert_is_figure(*values: float | None) -> None:
+    for value in values:
+        assert value is not None
+        assert math.isfinite(value)
 
 
 @pytest.mark.slow
@@ -161,7 +162,7 @@ def test_uploads_bench_gives_figures(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("obstore") is None or not WEED.exists(), reason="there is no store here")
 def test_uploads_beside_training_give_figures_and_exact_images(tmp_path: Path) -> None:
     rounds = run_bench("uploads", tmp_path / "training", "--training")["rounds"]["1"]
-    peers = {"asyncckpt", "store_put", "store_asyncckpt", "store_asyncckpt_upload", "store_torch_save"}
+    peers = {"asyncckpt", "store_socket", "store_put", "store_asyncckpt", "store_asyncckpt_upload", "store_torch_save"}
     assert {one["peer"] for one in rounds} - {"store_dcp_fsspec"} == peers  # That one needs s3fs.
     for one in rounds:
         assert one["image"] == "ok"
@@ -242,7 +243,9 @@ def test_recis_bench_gives_a_figure_for_every_conversion(tmp_path: Path) -> None
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_start_bench_gives_a_figure_for_every_command(tmp_path: Path) -> None:
     seconds = run_bench("start", tmp_path / "start")["seconds"]
-    assert seconds.keys() == {"python -c pass", "--help", "--version", "ls of 3 steps", "show", "ls of 20 steps"}
+    alone = {"python -c pass", "python -c 'import torch'"}
+    commands = {"--help", "--version", "show", "tree", "verify", "cat", "diff", "doctor"}
+    assert seconds.keys() == alone | commands | {"ls of 3 steps", "ls of 20 steps", "show of 20 steps"}
     for taken in seconds.values():
         assert_is_figure(*taken)
 
