@@ -29,7 +29,6 @@ from multiprocessing.util import Finalize
 from time import monotonic
 from typing import Any
 
-from asyncckpt.adapters.named_parts import named_parts
 from asyncckpt.arguments import check_seconds, check_type
 from asyncckpt.commit.discover import committed_steps
 from asyncckpt.engine.features.go_back import choose_step, go_back, store_of
@@ -44,6 +43,7 @@ from asyncckpt.format.names import check_step
 from asyncckpt.loader import load_now
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.modules.named_parts import named_parts
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, BusyPolicy, DeltaPolicy, KeepPolicy, RankOptions
 from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics, check_every
 from asyncckpt.plan.state import may_be_state

@@ -25,7 +25,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from asyncckpt.adapters import tables_of
 from asyncckpt.engine.follow.cursor import CursorFile, SeenStep
 from asyncckpt.engine.follow.table_update import OpenUpdate, TableUpdate, find_update, seen_step
 from asyncckpt.engine.process.background import check_may_wait, workers
@@ -36,6 +35,7 @@ from asyncckpt.format.names import check_step
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
+from asyncckpt.modules.walk import tables_of
 from asyncckpt.native import Progress
 from asyncckpt.options import BUSY_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.plan.named_tables import named_tables

@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.root import open_root
 from asyncckpt.devices.current_runtime import CallerStreams
@@ -25,6 +24,7 @@ from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
+from asyncckpt.modules.walk import tables_of
 from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
 from asyncckpt.plan.load_offer import LoadFilter

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 
-from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice
 from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.load.whole_state import WholeRequest
@@ -19,6 +18,7 @@ from asyncckpt.loader import load_now
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.table import Table
+from asyncckpt.modules.walk import tables_of
 from asyncckpt.options import BusyPolicy, Durability, RankOptions
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state

@@ -4,13 +4,11 @@ tables = tables_of(model)
 saver = asyncckpt.Saver(path="ckpt", hashtables=tables, tensors={"model": dense_state_of(model), "optim": optimizer})
 """
 
-# Importing an adapter registers it.
-from asyncckpt.adapters import dynamicemb, embeddings, fbgemm, hkv, torchrec  # noqa: F401
-from asyncckpt.adapters.dense_state import DenseState, dense_state_of
-from asyncckpt.adapters.fixed_table import FixedTable
-from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.adapters.track_lookups import LookupTracking, track_lookups
-from asyncckpt.adapters.walk import tables_of
+from asyncckpt.modules.dense_state import DenseState, dense_state_of
+from asyncckpt.modules.fixed_table import FixedTable
+from asyncckpt.modules.registry import register_adapter
+from asyncckpt.modules.walk import tables_of
 
 __all__ = [
     "DenseState",

@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 
 from asyncckpt.adapters.export_only import ExportOnlyTable, Rows, split_columns
 from asyncckpt.adapters.prefetch_stream import follow_prefetch
-from asyncckpt.adapters.registry import register_adapter
-from asyncckpt.adapters.walk import joined
 from asyncckpt.errors import IncompatibleError, UnsupportedError
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.model.table_shard import buckets_of
+from asyncckpt.modules.registry import register_adapter
+from asyncckpt.modules.walk import joined
 from asyncckpt.native import I64, core
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
 

@@ -22,10 +22,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from asyncckpt.model.table import ID_COLUMN, TableSchema
+from asyncckpt.modules.fixed_table import one_run
 from asyncckpt.native import I64
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
@@ -152,11 +152,6 @@ class ExportOnlyLoad(HashTableLoad):
             columns = {name: column[: len(store)] for name, column in store.columns().items()}
             with torch.no_grad(), self._owner.on_device():
                 self._owner._replace({ID_COLUMN: torch.from_numpy(store.ids()), **columns})
-
-
-def one_run(rows_count: int) -> I64:
-    """Return the run of all rows, int64 [1, 2]; none if there are no rows."""
-    return np.array([[0, rows_count]] if rows_count else [], dtype=np.int64).reshape(-1, 2)
 
 
 def split_columns(values: torch.Tensor, schema: TableSchema, names: Collection[str]) -> dict[str, torch.Tensor]:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from asyncckpt.adapters.fbgemm_cache import CachedTable, TbeCache
-from asyncckpt.adapters.fixed_table import FixedTable
 from asyncckpt.adapters.lookup_hooks import marks_of_table
-from asyncckpt.adapters.registry import is_kind, register_adapter
-from asyncckpt.adapters.walk import joined
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.modules.fixed_table import FixedTable
+from asyncckpt.modules.registry import is_kind, register_adapter
+from asyncckpt.modules.walk import joined
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 MODULE = "fbgemm_gpu.split_table_batched_embeddings_ops_training"

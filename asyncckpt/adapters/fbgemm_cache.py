@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from asyncckpt.adapters.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns, TrackedFixedCut
 from asyncckpt.adapters.prefetch_stream import follow_prefetch, hold_prefetch_back
 from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.modules.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns, TrackedFixedCut
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 from asyncckpt.tables.table_lock import TableLock
 

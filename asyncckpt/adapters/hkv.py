@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from asyncckpt.adapters.export_only import ExportOnlyTable, Rows, split_columns
-from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.errors import ConflictError, IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.modules.registry import register_adapter
 from asyncckpt.native import I64
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
 

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncckpt.adapters.fixed_table import FixedMarks
 from asyncckpt.adapters.row_mask import RowMask, row_mask
+from asyncckpt.modules.fixed_table import FixedMarks
 from asyncckpt.signals import Guard
 from asyncckpt.tables.row_device import sent
 

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from asyncckpt.adapters.embeddings import has_own_weight, own_weight, rest_besides, weight_table
 from asyncckpt.adapters.fbgemm import TablePlace, tbe_counters, tbe_tables
-from asyncckpt.adapters.registry import register_adapter
-from asyncckpt.adapters.walk import joined, unwrapped
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.modules.embeddings import has_own_weight, own_weight, rest_besides, weight_table
+from asyncckpt.modules.registry import register_adapter
+from asyncckpt.modules.walk import joined, unwrapped
 
 PLAIN_COLLECTIONS = {
     "torchrec.modules.embedding_modules.EmbeddingBagCollection": "embedding_bags",

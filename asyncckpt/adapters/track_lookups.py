@@ -18,10 +18,10 @@ import torch
 from asyncckpt.adapters.fbgemm import SPLIT_TBE
 from asyncckpt.adapters.fbgemm_cache import TbeCache
 from asyncckpt.adapters.lookup_hooks import TbeMarks, is_tracked
-from asyncckpt.adapters.registry import is_kind
 from asyncckpt.adapters.torchrec import SHARDED_COLLECTIONS, kernels_of
-from asyncckpt.adapters.walk import Claim, walk
 from asyncckpt.errors import UsageError
+from asyncckpt.modules.registry import is_kind
+from asyncckpt.modules.walk import Claim, walk
 
 # Values of OptimType: fused optimizers that write only the rows of a batch.
 ROW_OPTIMIZERS = frozenset((

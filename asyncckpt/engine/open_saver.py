@@ -109,7 +109,7 @@ def own_tables(
 ) -> Mapping[str, Table]:
     """Return the tables by name, those of a module too. UsageError for parts that this rank cannot save."""
     if isinstance(hashtables, torch.nn.Module):
-        from asyncckpt.adapters import tables_of  # It knows tables of other libraries.
+        from asyncckpt.modules.walk import tables_of  # It knows tables of other libraries.
 
         hashtables = tables_of(hashtables)
     tables = named_tables(hashtables)

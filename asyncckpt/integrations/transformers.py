@@ -36,7 +36,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncckpt.adapters.named_parts import named_parts
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.checkpoints import describe
 from asyncckpt.errors import UnsupportedError, UsageError
@@ -46,6 +45,7 @@ from asyncckpt.integrations.pretrained import Pretrained, export_pretrained
 from asyncckpt.integrations.trainer_values import HeldRng, TrainerValues
 from asyncckpt.loader import Loader
 from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.modules.named_parts import named_parts
 from asyncckpt.options import KeepPolicy
 
 __all__ = ["AsyncCheckpoint", "CheckpointMixin", "Trainer", "export_pretrained"]

@@ -12,7 +12,7 @@ import torch
 import asyncckpt
 from asyncckpt.adapters.dynamicemb import DynamicEmbTable, dynamicemb_tables
 from asyncckpt.adapters.export_only import Rows
-from asyncckpt.adapters.walk import tables_of
+from asyncckpt.modules.walk import tables_of
 from asyncckpt.testing import Contents, TableSuite
 from tests.adapters.fake_dynamicemb import (
     EMPTY,

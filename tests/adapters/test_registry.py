@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from asyncckpt.adapters import FixedTable, register_adapter, tables_of
-from asyncckpt.adapters.registry import adapter_of
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.modules.registry import adapter_of
 
 pytestmark = pytest.mark.usefixtures("own_registry")
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt.adapters import register_adapter, tables_of
-from asyncckpt.adapters.walk import DEPTH_MAX, walk
 from asyncckpt.errors import UsageError
+from asyncckpt.modules.walk import DEPTH_MAX, walk
 from asyncckpt.tables.emb_cache_modules import EmbCacheEmbeddingBagCollection, EmbCacheTableConfig
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt.adapters import dense_state_of
-from asyncckpt.adapters.zch import MCH_KINDS, ZchHistory
 from asyncckpt.errors import IncompatibleError
+from asyncckpt.modules.zch import MCH_KINDS, ZchHistory
 from tests.end_to_end.state import bits
 
 ROWS = 6

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.adapters.fixed_table import FixedTable
 from asyncckpt.devices import host_copies
 from asyncckpt.devices.library_kernels import LibraryKernels
+from asyncckpt.modules.fixed_table import FixedTable
 from asyncckpt.options import SaveKind
 from tests.devices.tables import DeviceTable, Rows, new_target, rows_of
 from tests.simulated_device import SimulatedRuntime

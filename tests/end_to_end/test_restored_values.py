@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import asyncckpt
-from asyncckpt.adapters.named_parts import is_plain
+from asyncckpt.modules.named_parts import is_plain
 from tests.end_to_end.trees import differences, live, whole_states
 
 Pair = namedtuple("Pair", ["first", "second"])

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_int, check_type
 from asyncckpt.engine.load.run_load import (
     empty_companions,
@@ -33,6 +32,7 @@ from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.stored import Columns, RecisReader, StoredAs, as_chain, check_columns, step_of
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
+from asyncckpt.modules.walk import tables_of
 from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy
 from asyncckpt.plan.contents import contents_of

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_int
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.save_lock import save_lock
@@ -24,6 +23,7 @@ from asyncckpt.formats.recis.stored import Columns
 from asyncckpt.formats.recis.write_directory import OutBlock, RecisWriter
 from asyncckpt.model.table import Role, Table
 from asyncckpt.model.table_shard import Shard
+from asyncckpt.modules.walk import tables_of
 from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, BusyPolicy, Durability, SaveOptions
 from asyncckpt.plan.image import array_spec

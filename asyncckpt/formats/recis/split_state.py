@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from asyncckpt.adapters import dense_state_of, tables_of
-from asyncckpt.adapters.dense_state import MODULE_PART
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.modules.dense_state import MODULE_PART, dense_state_of
+from asyncckpt.modules.walk import tables_of
 from asyncckpt.tables.noted_tables import GIVE_MODULE, check_not_copied, noted_tables
 
 

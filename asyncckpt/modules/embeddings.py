@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from asyncckpt.adapters.fixed_table import FixedTable
-from asyncckpt.adapters.registry import register_adapter
-from asyncckpt.adapters.walk import joined
 from asyncckpt.errors import UnsupportedError
 from asyncckpt.model.table import Table
+from asyncckpt.modules.fixed_table import FixedTable
+from asyncckpt.modules.registry import register_adapter
+from asyncckpt.modules.walk import joined
 from asyncckpt.tables.emb_cache_modules import EmbCacheCollection
 from asyncckpt.tables.embedding import HashEmbedding
 from asyncckpt.tables.slots import EMBEDDING_COLUMN

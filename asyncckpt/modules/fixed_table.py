@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.adapters.export_only import one_run
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, CutVersion, Role, TableSchema
 from asyncckpt.native import I64
@@ -301,3 +300,8 @@ def _check_plain(tensor: torch.Tensor, what: str) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.dim() == 0:
         found = (tensor.layout, str(tensor.device), tuple(tensor.shape))
         raise UnsupportedError(f"{what} has no rows in memory", found=found, expected="a strided tensor with rows")
+
+
+def one_run(rows_count: int) -> I64:
+    """Return the run of all rows, int64 [1, 2]; none if there are no rows."""
+    return np.array([[0, rows_count]] if rows_count else [], dtype=np.int64).reshape(-1, 2)

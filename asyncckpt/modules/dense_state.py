@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from asyncckpt.adapters.registry import is_kind
-from asyncckpt.adapters.walk import Walked, walk
-from asyncckpt.adapters.zch import MCH_KINDS, ZchHistory
 from asyncckpt.errors import IncompatibleError, UsageError
+from asyncckpt.modules.registry import is_kind
+from asyncckpt.modules.walk import Walked, walk
+from asyncckpt.modules.zch import MCH_KINDS, ZchHistory
 
 MODULE_PART = "module"
 ZCH_PART = "zch"

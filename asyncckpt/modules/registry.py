@@ -2,10 +2,12 @@
 
 A kind is a type or its qualified name, so that an adapter for a library need not import it. The lookup follows the
 method resolution order of the module's class: the nearest class wins, and of two adapters for a class the later one.
+Those of this package for other libraries are imported when a class of such a library is met.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,6 +48,13 @@ class Adapter:
         return {} if self.rest is None else self.rest(module)
 
 
+# Package of a library -> the module that registers its adapters.
+LIBRARIES = {
+    "dynamicemb": "asyncckpt.adapters.dynamicemb",
+    "fbgemm_gpu": "asyncckpt.adapters.fbgemm",
+    "merlin_kv": "asyncckpt.adapters.hkv",
+    "torchrec": "asyncckpt.adapters.torchrec",
+}
 _adapters: dict[type | str, Adapter] = {}
 _orders = itertools.count()
 
@@ -72,12 +81,14 @@ def register_adapter(kind: type | str, factory: AdapterFactory, *, rest: RestFun
         raise UsageError(f"factory of the adapter for {_shown(kind)} is not callable", found=type(factory).__name__)
     if rest is not None and not callable(rest):
         raise UsageError(f"rest of the adapter for {_shown(kind)} is not callable", found=type(rest).__name__)
+    _import_own(_shown(kind))  # Registered earlier.
     _adapters[kind] = Adapter(kind=_shown(kind), factory=factory, rest=rest, order=next(_orders))
 
 
 def adapter_of(module: torch.nn.Module) -> Adapter | None:
     """Return the adapter of a module, if any."""
     for cls in type(module).__mro__:
+        _import_own(cls.__module__)
         found = [_adapters[kind] for kind in (cls, qualified_name(cls)) if kind in _adapters]
         if found:
             return max(found, key=lambda adapter: adapter.order)
@@ -91,6 +102,12 @@ def qualified_name(cls: type) -> str:
 def is_kind(module: object, names: frozenset[str]) -> bool:
     """Return whether the module's class or a base of it has one of the qualified names."""
     return any(qualified_name(cls) in names for cls in type(module).__mro__)
+
+
+def _import_own(name: str) -> None:
+    package = name.partition(".")[0]
+    if package in LIBRARIES:
+        importlib.import_module(LIBRARIES[package])
 
 
 def _shown(kind: type | str) -> str:

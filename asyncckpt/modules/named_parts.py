@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncckpt.adapters.dense_state import dense_state_of
-from asyncckpt.adapters.embeddings import collection_tables, embedding_tables, hash_embedding_tables
-from asyncckpt.adapters.walk import tables_of, walk
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.modules.dense_state import dense_state_of
+from asyncckpt.modules.embeddings import collection_tables, embedding_tables, hash_embedding_tables
+from asyncckpt.modules.walk import tables_of, walk
 from asyncckpt.tables.left_out import tables_held
 
 _OWN_FACTORIES = (collection_tables, embedding_tables, hash_embedding_tables)

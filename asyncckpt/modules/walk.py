@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncckpt.adapters.registry import Adapter, adapter_of, qualified_name
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.modules.registry import Adapter, adapter_of, qualified_name
 from asyncckpt.tables.left_out import check_all_taken
 
 DEPTH_MAX = 500
