@@ -80,5 +80,6 @@ def test_the_default_device_moves_what_the_package_makes_alone() -> None:
 def test_a_test_that_does_not_hold_under_a_default_is_seen(tmp_path: Path) -> None:
     planted = tmp_path / "test_planted.py"
     planted.write_text("import warnings\n\n\ndef test_it():\n    warnings.warn('planted')\n")
-    assert run_under("umask 077", [str(planted)]).returncode == 0
-    assert run_under("warnings", [str(planted)]).returncode == 1
+    words = ["-c", "pyproject.toml", str(planted)]
+    assert run_under("umask 077", words).returncode == 0
+    assert run_under("warnings", words).returncode == 1
