@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -96,3 +98,24 @@ def test_a_factory_that_returns_nonsense_is_named(answer: Any, message: str) -> 
     register_adapter(Base, lambda module, name: answer)
     with pytest.raises(UsageError, match=message):
         tables_of(nn.ModuleDict({"inner": Base()}))
+
+
+def test_adapters_of_this_package_are_imported_when_a_library_is_met_and_do_not_replace_a_users() -> None:
+    code = """
+import sys, torch
+from asyncckpt.modules.registry import adapter_of, register_adapter
+own = "asyncckpt.adapters.torchrec"
+assert adapter_of(torch.nn.Linear(1, 1)) is None and own not in sys.modules
+kind = type("EmbeddingCollection", (torch.nn.Module,), {"__module__": "torchrec.modules.embedding_modules"})
+assert adapter_of(kind()).factory.__self__.__class__.__name__ == "PlainCollection" and own in sys.modules
+"""
+    mine = """
+import torch
+from asyncckpt.modules.registry import adapter_of, register_adapter
+name = "torchrec.modules.embedding_modules"
+register_adapter(f"{name}.EmbeddingCollection", print)
+kind = type("EmbeddingCollection", (torch.nn.Module,), {"__module__": name})
+assert adapter_of(kind()).factory is print
+"""
+    for program in (code, mine):
+        subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
