@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 # Some tests take half a minute, so a worker that has nothing left takes over what another one has not begun.
 FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_locks.py tests/ranks \
 	tests/bad_input/test_process_end.py tests/interrupts/test_children.py tests/interrupts/test_collected.py \
-	tests/end_to_end/test_endings.py tests/end_to_end/test_going_back.py tests/end_to_end/test_memory.py tests/systems \
+	tests/end_to_end/test_endings.py tests/end_to_end/test_going_back.py tests/end_to_end/test_memory.py \
 	tests/embcache/test_several_ranks.py tests/embcache/test_resharding.py tests/strategies/test_two_ranks.py \
 	tests/dcp/test_ranks.py tests/limits tests/simulator tests/formats/test_commands.py
 # The twin writes and reads in its own way; how ranks, processes and calls get on with each other is the same code. All of
@@ -35,7 +35,8 @@ CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/clo
 	tests/cloud/test_ranks_in_turn_in_a_store.py tests/cloud/test_embcache_in_a_store.py tests/cloud/test_lost_disks.py \
 	tests/cloud/test_endings_in_a_store.py tests/cloud/test_gone_uploads.py tests/cloud/test_interrupted_calls.py tests/cloud/test_parts_sent.py \
 	tests/cloud/test_forgetful_stores.py tests/cloud/test_compat.py
-WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%)
+EXPERIMENTAL = tests/experimental
+WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%) --ignore=$(EXPERIMENTAL)
 INTERRUPTS = tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py \
 	tests/interrupts/test_steps_that_wait.py tests/interrupts/test_controls.py
 # Of a save or load, the suite interrupts this many places.
@@ -78,7 +79,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-oracles test-delays test-torchrec test-integrations test-megatron test-cloud \
+.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-oracles test-delays test-torchrec test-integrations test-megatron test-experimental test-cloud \
 	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -94,6 +95,9 @@ test-suite: $(READY) ## the suite on the compiled core, but for test-faults
 
 test-twin: $(READY) ## the suite on the portable twin, but for what shows nothing more there
 	ASYNCCKPT_NATIVE=0 ASYNCCKPT_TESTS_EVERY=$(EVERY) $(PYTEST) -m 'not slow and not any_core' $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
+
+test-experimental: $(READY) ## what has never met its real counterpart: tables of two libraries, macOS and Windows
+	ASYNCCKPT_NATIVE=1 $(PYTEST) $(EXPERIMENTAL) $(PARALLEL) $(ARGS)
 
 test-cloud: $(READY) ## uploads to, and loads from, a real S3 server on loopback, disturbed by a proxy, killed
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) tests/cloud $(PARALLEL) $(ARGS)

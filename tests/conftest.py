@@ -73,13 +73,13 @@ ANY_CORE = (
     "end_to_end/test_retention_behind.py",
     "end_to_end/test_two_savers.py",
     "end_to_end/test_write_filter.py",
+    "experimental",
     "interrupts",
     "observed",
     "pairs",
     "process_defaults",
     "reshard",
     "strategies",
-    "systems",
     "test_floors.py",
     "test_places.py",
     "test_waits.py",
@@ -95,10 +95,10 @@ ANY_CORE = (
     "unit/native",
     "unit/pipeline/test_filter_rules.py",
     "unit/plan/test_regions.py",
-    "unit/tables/test_stored_table_expiry.py",
     "unit/tables/test_gradients.py",
-    "unit/tables/test_table_arguments_ids.py",
     "unit/tables/test_initializer.py",
+    "unit/tables/test_stored_table_expiry.py",
+    "unit/tables/test_table_arguments_ids.py",
 )
 
 

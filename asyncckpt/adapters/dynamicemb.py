@@ -1,5 +1,7 @@
 """dynamicemb (NVIDIA recsys-examples): `BatchedDynamicEmbeddingTablesV2`, tables on a GPU with or without a cache.
 
+Experimental: tested against recorded shapes of the interface, never with the library itself; importing this warns.
+
 Source of the interface: dynamicemb's `batched_dynamicemb_tables.py` and `key_value_table.py`. A module holds several
 logical tables over shared levels: an optional write-back cache, then a storage of one level, or of two (HybridStorage:
 on the device and on the host). What a cut reads, and what it must not call:
@@ -31,7 +33,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.adapters.export_only import ExportOnlyTable, Rows, split_columns
 from asyncckpt.adapters.prefetch_stream import follow_prefetch
-from asyncckpt.errors import IncompatibleError, UnsupportedError
+from asyncckpt.errors import IncompatibleError, UnsupportedError, warn
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.model.table_shard import buckets_of
@@ -313,4 +315,5 @@ def _library(state: Any) -> Any:
     return sys.modules[type(state).__module__]
 
 
+warn("asyncckpt: saving tables of dynamicemb is experimental, and was never tested with dynamicemb itself")
 register_adapter(MODULE_KIND, dynamicemb_tables)

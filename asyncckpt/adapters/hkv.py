@@ -1,5 +1,7 @@
 """HierarchicalKV (NVIDIA Merlin): tables on a GPU that evict by score.
 
+Experimental: tested against recorded shapes of the interface, never with the library itself; importing this warns.
+
 Source of the interface: `nv::merlin::HashTable` of HierarchicalKV. It is a C++ header library; HkvBinding is what a
 Python binding must provide, with the names and the order of arguments of the C++ methods. Facts that shape this:
 
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 
 from asyncckpt.adapters.export_only import ExportOnlyTable, Rows, split_columns
-from asyncckpt.errors import ConflictError, IncompatibleError, UnsupportedError, UsageError
+from asyncckpt.errors import ConflictError, IncompatibleError, UnsupportedError, UsageError, warn
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.modules.registry import register_adapter
 from asyncckpt.native import I64
@@ -221,4 +223,5 @@ def _reserved_ids(start_bit: int) -> tuple[int, int]:
     return mask, mask if start_bit == 0 else mask & ~1
 
 
+warn("asyncckpt: saving tables of HierarchicalKV is experimental, and was never tested with HierarchicalKV itself")
 register_adapter(MODULE_KIND, hkv_tables)

@@ -46,7 +46,7 @@ ENVIRONMENT_VARIABLE = "ASYNCCKPT_NATIVE"
 _HINT = (
     "install a wheel of it, or a C++20 compiler and then asyncckpt anew"
     if sys.platform == "linux"
-    else "the core is for Linux"
+    else f"the core is for Linux; on {sys.platform} asyncckpt is experimental, tested only by simulation"
 )
 
 

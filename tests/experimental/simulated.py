@@ -1,6 +1,6 @@
 """Make this process one of macOS or of Windows, as far as the library can tell, and run tests in it.
 
-    python -m tests.systems.simulated windows tests/end_to_end/test_round_trip.py ...
+    python -m tests.experimental.simulated windows tests/end_to_end/test_round_trip.py ...
 
 What is missing there is taken away, and what behaves otherwise there behaves so here: on Windows, a file that is open
 can be neither removed nor replaced, a rename never replaces, a folder cannot be opened, and text is translated unless
@@ -271,7 +271,7 @@ if __name__ == "__main__":
     import pytest
 
     become(sys.argv[1])
-    sys.modules["tests.systems.simulated"] = sys.modules["__main__"]
+    sys.modules["tests.experimental.simulated"] = sys.modules["__main__"]
     plugins = [Platform(sys.argv[1])]
     sys.exit(
         pytest.main(

@@ -14,7 +14,7 @@ from asyncckpt.adapters.dynamicemb import DynamicEmbTable, dynamicemb_tables
 from asyncckpt.adapters.export_only import Rows
 from asyncckpt.modules.walk import tables_of
 from asyncckpt.testing import Contents, TableSuite
-from tests.adapters.fake_dynamicemb import (
+from tests.experimental.fake_dynamicemb import (
     EMPTY,
     BatchedDynamicEmbeddingTablesV2,
     Clock,

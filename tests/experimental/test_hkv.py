@@ -14,7 +14,7 @@ from asyncckpt.adapters import hkv
 from asyncckpt.adapters.hkv import HkvTable, hkv_tables
 from asyncckpt.modules.walk import tables_of
 from asyncckpt.testing import Contents, TableSuite
-from tests.adapters.fake_hkv import EMPTY_KEY, FakeHkv, HkvModule
+from tests.experimental.fake_hkv import EMPTY_KEY, FakeHkv, HkvModule
 from tests.testing.one_test import FAILURES, run_one
 
 

@@ -13,7 +13,7 @@ import asyncckpt
 from asyncckpt import system
 from asyncckpt.native import implementation
 from asyncckpt.storage.directory import Directory
-from tests.systems import simulated
+from tests.experimental import simulated
 
 every_module = [
     ".".join(path.relative_to(simulated.PACKAGE).with_suffix("").parts).removesuffix(".__init__")

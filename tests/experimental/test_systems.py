@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SMOKE = ("end_to_end/test_save_once.py", "end_to_end/test_round_trip.py", "systems/what_differs.py")
+SMOKE = ("end_to_end/test_save_once.py", "end_to_end/test_round_trip.py", "experimental/what_differs.py")
 MORE = (
     "end_to_end/test_load_as_dict.py",
     "end_to_end/test_compaction.py",
@@ -30,7 +30,7 @@ MORE = (
 
 def run(system: str, *names: str) -> None:
     environment = {**os.environ, "ASYNCCKPT_NATIVE": "0"}
-    command = [sys.executable, "-m", "tests.systems.simulated", system, *(f"tests/{name}" for name in names)]
+    command = [sys.executable, "-m", "tests.experimental.simulated", system, *(f"tests/{name}" for name in names)]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     assert " passed" in done.stdout
