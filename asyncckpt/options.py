@@ -64,10 +64,10 @@ class DeltaPolicy:
 class KeepPolicy:
     """Which checkpoints stay: those that any of these rules keeps, those that are pinned, and what they build upon.
 
-    latest       so many of the newest steps, not counting those that were saved half-way (decision 0026)
-    every_steps  the first of every so many steps: of 1000, the first in 0 to 999, the first in 1000 to 1999, ...
-    every_hours  likewise by the time of the commit: the first in every so many hours of UTC
-    best         so many with the best metric, of equal ones the first
+    latest       keep the newest n steps, not counting those that were saved half-way (decision 0026)
+    every_steps  keep the first checkpoint in every n steps: with 1000, the first in 0 to 999, in 1000 to 1999, ...
+    every_hours  likewise by the time of the commit: the first in every n hours of UTC
+    best         keep the n checkpoints with the best metric; ties keep the earliest
     metric       the name of a number in the metadata of every save; nan is never best
     mode         which is best, the "min" or the "max"
     """
@@ -94,7 +94,7 @@ class KeepPolicy:
 
     @staticmethod
     def of(keep: int | KeepPolicy | None, *, has_metadata: bool = True) -> KeepPolicy | None:
-        """Return the policy that was given, or that of so many of the newest; None keeps all. UsageError.
+        """Return the policy that was given, or that of the newest `keep`; None keeps all. UsageError.
 
         has_metadata: whether saves are given metadata, among which a metric could be.
         """
@@ -147,7 +147,7 @@ class BusyPolicy:
     def of(
         on_busy: OnBusy | BusyPolicy, *, deadline: float = BUSY_DEADLINE_S, actions: tuple[str, ...] = ON_BUSY
     ) -> BusyPolicy:
-        """Return the policy that was given, or named by its action. Raises UsageError if it is none of `actions`."""
+        """Return the policy that was given, or named by its action. Raises UsageError if it is not one of `actions`."""
         policy = on_busy if isinstance(on_busy, BusyPolicy) else BusyPolicy(on_busy, deadline)
         check_choice("on_busy", policy.action, actions)
         return policy

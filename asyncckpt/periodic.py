@@ -7,12 +7,12 @@
 
 A checkpoint that is due while another save is in flight is skipped and counted. The next `.step` raises errors of
 background saves. However the `with` block is left, the last step that has ended is saved then, unless it was already.
-If an exception has ended it, the save's metadata says so, for the state may be half a step further:
+If an exception has ended it, the save's metadata tells, for the state may be half a step further:
 
     {"asyncckpt.interrupted": "KeyboardInterrupt", "asyncckpt.half_way": True}
 
-half_way: an optimizer has begun another step, or nobody can tell. Retention does not count such a checkpoint. Of
-several ranks none saves behind an exception but SystemExit: the others are in the middle of a step, and would not come.
+half_way: an optimizer has begun another step, or nobody can tell. Retention does not count such a checkpoint. With
+several ranks none saves after an exception but SystemExit: the others are in the middle of a step, and would not come.
 """
 
 from __future__ import annotations

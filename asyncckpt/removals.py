@@ -61,8 +61,8 @@ def remove_after(
 
 @uninterrupted
 def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool = False) -> PruneReport:
-    """Remove what a policy (or so many of the newest) does not keep, as a Saver does behind its saves; say why the rest
-    stays.
+    """Remove what a policy (or a number of newest ones) does not keep, as a Saver does after its saves; tell why the
+    rest stays.
 
     dry_run: remove nothing, and need no lock; another process may write to the directory meanwhile. Otherwise raises
     ConflictError then. A damaged checkpoint that would stay does so, but counts for no rule: `report.damaged` says what

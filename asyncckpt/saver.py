@@ -78,7 +78,7 @@ class Saver(Closing):
                             tables are found by asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
                             anything with state_dict() (module, optimizer); or tensors alone, known by their `name` or
-                            position. Read anew at every save. Tables that they hold must be in hashtables
+                            position. Read again at every save. Tables that they hold must be in hashtables
     filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
     on_busy                 what a call does while a save or load is in flight: "raise", "wait", "skip" or "queue"; with
                             a deadline of its own as BusyPolicy("wait", deadline=60). None: save waits, save_async
@@ -213,7 +213,7 @@ class Saver(Closing):
         """Fold the chain of a delta (default: the newest step) into a full checkpoint of that step, in the background.
 
         Beside training and saves, without a stall. The future says `skipped` of a step that is full, or gone by then.
-        See asyncckpt.compact for what it does and raises. Of several ranks, rank 0 does it, and the others skip it.
+        See asyncckpt.compact for what it does and raises. With several ranks, rank 0 does it, and the others skip it.
         """
         with self._calls.one_more(self._check_open):
             begun = time.perf_counter()

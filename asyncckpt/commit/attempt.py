@@ -123,7 +123,7 @@ class Claims:
         return [one.attempt.step for one in list(self.held.values()) if (one.place, one.kind) == (place, kind)]
 
     def forget(self) -> None:
-        """Start anew in a forked child, where nothing is saved."""
+        """Start over in a forked child, where nothing is saved."""
         self.held = {}
 
 

@@ -8,8 +8,8 @@ A delta pins every parent by step, attempt and digest. A parent is found when
 Anything else is a CorruptError that prints the chain: what a delta builds upon must not be guessed.
 
 Retention keeps the newest checkpoint that this process has verified, with its chain. It is known by the digest of its
-manifest, so one that somebody removes is none any more, nor is another one that has its step; but one that stands for
-it, compacted, is.
+manifest, so a removed one does not count any more, nor does another one of its step; but the compacted one that stands
+for it does.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def remove_steps(
 ) -> list[int]:
     """Remove those of the checkpoints that `choose` names, newest first, durably; return their steps, ascending.
 
-    choose: gets all steps that are there or being saved, ascending, anew at every look. UsageError when one of those is
+    choose: gets all steps that are there or being saved, ascending, at every look. UsageError when one of those is
     pinned, or a checkpoint that stays builds upon it; ConflictError when a save or a compaction of this process needs
     it. Then, and when `choose` raises, all stay. A crash leaves those below some step. dry_run: only say what would go.
     """
@@ -238,7 +238,7 @@ def _is_readable(name: str, heads: KnownHeads) -> bool:
 
 
 def _remove_unreadable(root: WriteRoot, heads: KnownHeads, names: Sequence[str]) -> None:
-    """Remove manifests that nobody can build upon, for nobody can read them; their folders are strays then."""
+    """Remove unreadable manifests, upon which nothing can build; their folders are strays then."""
     for name in names:
         root.manifests.remove_file(name)
     if names:
@@ -283,7 +283,7 @@ def _check_may_go(
 
 
 def _steps_below(step: int, heads: KnownHeads) -> set[int]:
-    """Return the steps that a checkpoint builds upon; of a broken chain, all that it names."""
+    """Return the steps that a checkpoint builds upon; all that a broken chain names."""
     try:
         head = heads.of_step(step).head
     except UNREADABLE as error:

@@ -8,7 +8,7 @@
 A writer that publishes before the look of 1 is seen there; one that publishes later sees a mark, or that something is
 gone, and does not acknowledge.
 
-What others have announced and not decided is never taken back, for nobody could see that it was: a mark changes its
+What others have announced and not decided is never taken back, because nobody could see that it was: a mark changes its
 name by two requests. It is removed with its folder.
 """
 
@@ -28,8 +28,7 @@ from asyncckpt.format.names import Mark, parse
 def complete_decided(root: StoreRoot) -> None:
     """Complete what others, which may have crashed, have decided to remove. IOFailedError.
 
-    Whoever is going to write does it before anybody looks for the newest step: otherwise training could go on from one
-    that goes later.
+    A writer does it before anybody looks for the newest step: otherwise training could go on from one that goes later.
     """
     remove_in_store(root, KnownHeads(root), (), lambda: True)
 

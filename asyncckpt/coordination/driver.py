@@ -74,7 +74,7 @@ class Effects(Protocol):
     def stop(self) -> None:
         """Let `write`, without which the call has ended, end soon, if that is possible.
 
-        It is waited for, and never cancelled, for it reads memory that is given back afterwards.
+        It is waited for, and never cancelled, because it reads memory that is given back afterwards.
         """
 
     def is_committed(self, attempt: Attempt) -> bool:

@@ -126,7 +126,7 @@ class Pending:
             runtime.hold_back(runtime.current_stream(item.batch.device) if stream is None else stream, item.step_fence)
 
     def end(self) -> None:
-        """Copy no more for steps, and wait for the rest. Whoever waits for the snapshot gets the errors."""
+        """Copy no more for steps, and wait for the rest. Waits for the snapshot get the errors."""
         with suppress(Exception):
             self.steps.drop()
             self.settle()

@@ -9,7 +9,7 @@
 3. A step copies what is left of the parts that it is about to write, on all cores, waits for the chunk that is being
    copied, compares the counts, and closes these parts: from here on their memory may change. A table does the same
    before it writes or moves rows of its part for anybody else.
-4. Whoever else has waited for the copies closes all that is open in the same way; at the latest the commit.
+4. Any other wait for the copies, at the latest the commit's, closes all that is open in the same way.
 5. A count that has moved says that something else than a step has written: the save is refused, and names the tensor.
 
 torch counts a write when it has ended. So step 3, on the thread that writes, sees all of them; step 4 sees all but
@@ -265,7 +265,7 @@ class StepCopies:
             return None
 
     def _wait_copied(self, parts: Sequence[Part], *, seconds: float | None = None, looks: bool = True) -> bool:
-        """Wait until parts are copied; return whether they are after so many seconds. None: DeadlineError, but late."""
+        """Wait until parts are copied; return whether they are after `seconds`. None: DeadlineError, but late."""
         until = time.monotonic() + (DEVICE_DEADLINE_S if seconds is None else seconds)
         with self._changed:
             while not all(part.is_copied for part in parts):

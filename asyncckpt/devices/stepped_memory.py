@@ -88,7 +88,7 @@ class SteppedMemory:
     def parts_of(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Return the numbers of the optimizers whose memory a step of any optimizer changes, or a piece of it.
 
-        Of what `find` has never been asked for, only the tables count.
+        Without an earlier `find` for it, only the tables count.
         """
         owners: frozenset[int] = frozenset()
         if self._known:

@@ -43,7 +43,7 @@ class OutArray:
 
 @dataclass(frozen=True)
 class WrittenArrays:
-    """bytes_count: of the files. digests: of what was written, by key."""
+    """The bytes of the written files, and the digests of their content, by key."""
 
     bytes_count: int
     digests: Mapping[str, bytes]

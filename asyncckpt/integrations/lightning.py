@@ -3,7 +3,7 @@
     from asyncckpt.integrations.lightning import AsyncCheckpoint
 
     trainer = Trainer(callbacks=[AsyncCheckpoint("ckpt", every_n_train_steps=100)])
-    trainer.fit(model, ckpt_path="last")  # Begins anew where there is nothing to resume.
+    trainer.fit(model, ckpt_path="last")  # Starts from the beginning if there is nothing to resume.
 
 `AsyncCheckpoint` saves through a Checkpointer. What is saved is Lightning's own checkpoint, a dict with the states of
 model, optimizers, schedulers, loops and callbacks, and with the random numbers of every rank. A step has ended when its

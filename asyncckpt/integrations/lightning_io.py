@@ -169,7 +169,7 @@ def _check_own(path: str) -> None:
 
 
 class _Saving:
-    """One save to a path, which gets its name when the save is durable, whoever waits for it."""
+    """One save to a path, which gets its name when the save is durable, with or without a wait for it."""
 
     def __init__(self, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         folder, name = os.path.split(path)

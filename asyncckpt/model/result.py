@@ -108,7 +108,7 @@ class LoadReport:
     unexpected    entries of the checkpoint that were not loaded
     fallback_from newer steps that were skipped because they were damaged (fallback=True only)
     rows          rows loaded per table
-    is_empty      whether nothing of what was asked for was loaded; with strict=False, a warning says so, too
+    is_empty      whether nothing of what was asked for was loaded; with strict=False, there is a warning, too
     """
 
     step: int

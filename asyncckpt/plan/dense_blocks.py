@@ -45,7 +45,7 @@ class TensorPieces:
         return TensorPieces(self.tensor[wanted], self.source_offset[wanted], self.place[wanted], self.bytes[wanted])
 
     def rows(self, number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows that a piece is; of the tensor's own memory."""
+        """Return the rows that a piece is, in the tensor's own memory."""
         tensor, size = tensors[int(self.tensor[number])].detach(), int(self.bytes[number])
         if size == tensor.nbytes:
             return tensor

@@ -180,7 +180,7 @@ def split_rows(spec: BlockSpec, *, bytes_max: int | None = None, unit: int = 1) 
 
 
 def parts_of(spec: BlockSpec, rows: int) -> list[BlockSpec]:
-    """Return a block in parts of so many rows, the last one of fewer."""
+    """Return a block in parts of `rows` rows, the last one of fewer."""
     count = spec.shape[0]
     return [spec.part(begin, min(begin + rows, count)) for begin in range(0, count, rows)]
 

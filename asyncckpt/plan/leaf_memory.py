@@ -9,7 +9,7 @@ By their addresses, what is tied is stored once, what overlaps is told apart:
                                              which fused steps ask for (torch.channels_last)
 
 Left out are leaves that are spread over ranks, or lie on devices whose addresses mean nothing here; conjugated and
-negated views; and, but for tied ones, leaves with several elements in one place (other than by a stride of 0), and
+negated views; and, except tied ones, leaves with several elements in one place (other than by a stride of 0), and
 memory that is larger by over 16 MiB than all that lies in it.
 
 Of tied leaves the one with the smallest path is stored. So ranks that tie different ones of them, and write each
@@ -107,7 +107,7 @@ def check_extent(tensor: torch.Tensor, name: str) -> None:
 
 
 def sharing_of(flat: FlatState, memory: LeafMemory, names: Sequence[str]) -> Sharing:
-    """Return what leaves share; names: of all leaves."""
+    """Return what leaves share. names: those of all leaves."""
     grouped, begins = {leaf for group in memory.overlapping for leaf in group}, memory.begins
     groups = memory.overlapping + [[leaf] for leaf in memory.turned if leaf not in grouped]
     if not groups:

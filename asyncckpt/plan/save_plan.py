@@ -48,7 +48,7 @@ class CutTable:
 
     @property
     def shard(self) -> Shard:
-        """As the manifest records it: of a table that owns its ids by another rule than their modulo, nothing."""
+        """As the manifest records it: nothing for a table that owns its ids by another rule than their modulo."""
         return (0, 1) if owns_ids(self.table) else self.table.shard
 
 
@@ -147,9 +147,9 @@ class PlanCache:
     ) -> SavePlan:
         """Return the plan for this state: the last one while its facts are the same.
 
-        deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers:
-        leaves that other ranks write. shares: False: each leaf has blocks of its own, whatever memory it shares.
-        by_tree: return the last one of this tree and these tables; who captures compares the facts.
+        deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers: leaves
+        that other ranks write. shares: False: each leaf has blocks of its own, whatever memory it shares. by_tree:
+        return the last one of this tree and these tables; the capture compares the facts.
         """
         choice = (frozenset(deferred), frozenset(in_regions), bool(by_peers))
         planned = [item for item in cuts if item.name not in choice[1]]

@@ -106,7 +106,7 @@ def _let_go(views: list[memoryview], what: str) -> None:
 
 
 class SentShard:
-    """A shard file that is uploaded while it is written, from its begin to its end; what is written is copied.
+    """A shard file that is uploaded while it is written, from start to end; what is written is copied.
 
     The upload runs on a thread of `sender` from the first write on. Where it is run in place, as when the interpreter
     ends and no thread can be started any more, what is written is kept, and uploaded by `end`.
@@ -142,7 +142,7 @@ class SentShard:
             self._upload()
 
     def close(self) -> None:
-        """End an upload that has not come to its end. Never raises."""
+        """End an upload that has not finished. Never raises."""
         if self._sending is None or self._sending.done():
             return
         self._is_given_up = True

@@ -58,7 +58,7 @@ def write_chunks(
 ) -> tuple[FileFacts, ...]:
     """Write every file from its chunks, in any order: one is filled while the one before is written.
 
-    chunks_of: the chunks of file number i of these, with this header. On the calling thread, but for the writes.
+    chunks_of: the chunks of file number i of these, with this header. On the calling thread, except the writes.
     """
     facts = []
     with ShardFiles(target, files) as shards:

@@ -1,7 +1,7 @@
 """Lay the rows of a cache level over those of the storage, on their way out; the live table is only read.
 
 A multi-level table keeps the newest values of some rows in its cache level. `Overlay` says which rows of the cut these
-are; whoever has copied rows of the storage then puts the cached ones over them.
+are; after rows of the storage are copied, the cached ones are put over them.
 """
 
 from __future__ import annotations

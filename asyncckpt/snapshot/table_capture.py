@@ -11,7 +11,7 @@ the less, see by_index_share_max) is copied plainly. On a device a plain copy ta
 the tails then fill: many short runs are one long piece.
 
 1. `TableCapture` finds out what has to be copied.
-2. `segments`: what a plain copy brings over; whoever captures joins them with those of the dense tensors.
+2. `segments`: what a plain copy brings over; the capture joins them with those of the dense tensors.
 3. `gather`: copies the rows that are copied by index; cached rows of a multi-level table win over those of its storage.
 
 Weights and optimizer slots on the host that only steps of an optimizer change are copied behind the call, where they

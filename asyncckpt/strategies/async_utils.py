@@ -1,6 +1,6 @@
 """Requests to save in the background, and the queue that works them off.
 
-1. Whoever saves makes an AsyncRequest: `async_fn` may run beside training, `finalize_fns` end the save.
+1. A save makes an AsyncRequest: `async_fn` may run beside training, `finalize_fns` end the save.
 2. The caller schedules it: `async_fn` begins on a thread of this process. Never in a forked one: a fork copies locks
    whose holders it does not copy.
 3. At every step, or at the end, the caller asks `maybe_finalize_async_calls`. The oldest call whose `async_fn` has
@@ -173,7 +173,7 @@ class ThreadAsyncCaller(AsyncCaller):
                 cancel()
 
     def forget(self) -> None:
-        """Start anew in a forked child."""
+        """Start over in a forked child."""
         self._calls.clear()
 
     def _wait(self, call: int, future: Future[Any], agreement: Agreement | None) -> DeadlineError | None:
@@ -190,7 +190,7 @@ class ThreadAsyncCaller(AsyncCaller):
 
 
 def _error_of(future: Future[Any], call: int) -> Exception | None:
-    """Return what a call raised. An exit of its thread is none of the caller's, but it is an error."""
+    """Return what a call raised. An exit of its thread does not end the caller, but it is an error."""
     error = future.exception()
     if error is None or isinstance(error, Exception):
         return error
@@ -299,7 +299,7 @@ class AsyncCallsQueue:
             raise first
 
     def forget(self) -> None:
-        """Start anew in a forked child."""
+        """Start over in a forked child."""
         self.async_calls.clear()
         self.persistent_caller = None
         self._ranks.close()

@@ -3,7 +3,7 @@
 A link is set when a save has committed, never before: so a save that fails, is cancelled or skipped leaves the one
 before, with the versions of its cuts, and the next delta holds all rows written since then.
 
-Of several ranks, one may capture a queued save before the save in front of it has committed, and another one after
+With several ranks, one may capture a queued save before the save in front of it has committed, and another one after
 that. So what it builds upon is settled in the background (`settle`), where all saves before it have ended.
 """
 
@@ -119,7 +119,7 @@ def _look(job: SaveJob, base: ChainLink) -> ChainLink | None:
     """Return what a delta can build upon now: the chain down to what was compacted since, or None, with a warning,
     where others have removed some of it. ConflictError for a delta that was asked for.
 
-    Of several ranks, rank 0 looks again when all have called (rank_save.py), and what it sees counts.
+    With several ranks, rank 0 looks again when all have called (rank_save.py), and what it sees counts.
     """
     target = job.target
     try:

@@ -99,7 +99,7 @@ class WholeState:
                 )
 
     def tree(self) -> dict[str, Any]:
-        """Return the state; its leaves are the filled targets themselves, but for those that share memory again."""
+        """Return the state; its leaves are the filled targets themselves, except those that share memory again."""
         for table in self._stored:
             table.warn_of_part()
         leaves = shared_again(self._made, self._shared)

@@ -178,7 +178,7 @@ class Background:
         return due
 
     def forget(self) -> None:
-        """Start anew in a forked child."""
+        """Start over in a forked child."""
         self.__init__()  # type: ignore[misc]
 
 

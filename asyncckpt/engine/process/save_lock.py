@@ -1,4 +1,4 @@
-"""What is in flight: of the process, one save or load at a time, by the save lock; below it, of one Saver.
+"""What is in flight: in the process one save or load at a time, by the save lock; below it, in one Saver.
 
 #   from      to         done by            when
 #   -         asking     SaveLock.acquire   at once: from here on `release` takes the ticket back, wherever it is
@@ -9,7 +9,7 @@
 Queued saves hold tickets behind the first one; the background thread works them off in that order, so commits stay in
 order. A save joins them only behind saves whose state is captured: never while a load, a capture, a blocking save or a
 DCP save may still change the state, or hold it. The staging of a state for DCP joins all but loads. None of them passes
-a ticket that asks for longer, so whoever waits for all of them has its turn.
+a ticket that asks for longer, so a call that waits for all of them has its turn.
 
 While a ticket is held, handovers of the interpreter lock are short.
 """
@@ -202,7 +202,7 @@ class SaveLock:
             return list(self._held)
 
     def wait_until_free(self, seconds: float) -> bool:
-        """Wait until nothing is in flight, for at most so long; return whether it came to that."""
+        """Wait until nothing is in flight, for at most `seconds`; return whether it came to that."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._held, seconds)
 
@@ -222,7 +222,7 @@ class SaveLock:
             self.release(ticket)
 
     def forget(self) -> None:
-        """Start anew in a forked child."""
+        """Start over in a forked child."""
         self._handovers.give_back()
         self.__init__()  # type: ignore[misc]
 

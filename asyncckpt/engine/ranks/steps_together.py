@@ -5,7 +5,7 @@ All of it is left on the channel under a call that is never forgotten.
 To restore:
 
 1. Rank 0 chooses the step; the others wait for its word.
-2. Every rank does its part, and says so to rank 0, whose next word lets all go on.
+2. Every rank does its part, and reports to rank 0, whose next word lets all go on.
 3. A rank that leaves the restore by an error says that it has failed: rank 0 in its next word, the others to rank 0,
    which then fails, too.
 4. A rank that has got SIGTERM says that it was asked, and goes on; the next word of rank 0 says whether any was, and

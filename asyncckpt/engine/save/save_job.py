@@ -69,7 +69,7 @@ class TableLink:
 class ChainLink:
     """A committed checkpoint, upon which a delta may build: itself as a parent, its own parents, and its tables.
 
-    bytes: of this rank in each checkpoint of the chain, newest first. full_time: of the full one at the end.
+    bytes: this rank's in each checkpoint of the chain, newest first. full_time: that of the full one at the end.
     """
 
     parent: ParentFacts
@@ -171,7 +171,7 @@ class SaveTarget:
 class SaveCall:
     """What a save was asked for. staged: the call returns when the state is captured, else when the save has ended.
 
-    number: of the call, where several ranks save. progress: counts what is written, for whoever cannot ask the future
+    number: the call's, where several ranks save. progress: counts what is written, for whoever cannot ask the future
     before it is returned. features: in place of those of the Saver.
     """
 
@@ -220,7 +220,7 @@ class SaveJob:
     captured       the tables in regions of the arena
     by_peers       what has been captured, and other ranks write
     copies         with which the state is captured; None: as it is, of the host or of devices
-    begun_us       so long after the call the background has begun with it
+    begun_us       how long after the call the background has begun with it
     staged_at      when all was copied, by the monotonic clock
     """
 
@@ -302,7 +302,7 @@ class Written:
     """Shard files on disk, and what the manifest says of their blocks: digests with those of leaves.
 
     tables: as they are in the checkpoint. dense_structure: a digest of what the manifest says of dense tensors but
-    their digests, where it is known without looking at each. fingerprints: of the rows of tables that are compared.
+    their digests, where it is known without looking at each. fingerprints: those of rows of tables that are compared.
     missed: by table the ids of rows that were changed without a mark. holds_all: the user's filter has left out no
     tensor, and renamed none. written_as: see TableLink, by table.
     """

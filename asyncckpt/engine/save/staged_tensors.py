@@ -1,4 +1,4 @@
-"""Copies of many tensors in one piece of host memory: of those on the CPU at once, of those on devices behind a fence.
+"""Copies of many tensors in one piece of host memory: those on the CPU made at once, those on devices behind a fence.
 
 The memory is an arena, if there is one to be had at once, pinned for the devices that write to it. It goes back to the
 pool when the last tensor over it is gone. Else it is memory of its own.
@@ -162,7 +162,7 @@ def copy_pieces(
 ) -> Pending:
     """Copy pieces to their places in memory, that of an arena if there is one; those of devices are on their way then.
 
-    tensors: those that nobody else can give another form. threads: of the host's copy, 0: all cores. UsageError inside
+    tensors: those that nobody else can give another form. threads: for the host's copy, 0: all cores. UsageError inside
     the capture of a graph, and for a storage that is gone; DeviceError.
     """
     copies = DeviceStage(options)

@@ -58,7 +58,7 @@ class Cut:
         call: int | None = None,
         like: Node | None = None,
     ) -> Cut:
-        """Flatten the dense state and freeze every table, but for what features leave out.
+        """Flatten the dense state and freeze every table, except what features leave out.
 
         like: the tree of an earlier save of this state. call: see SaveFeature.flattened.
         """

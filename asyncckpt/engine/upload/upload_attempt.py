@@ -12,7 +12,7 @@
 6. Put the manifest, unless its key is taken: the commit. The key of another writer's checkpoint is a ConflictError;
    where an answer is lost, what is there says whether it was ours.
 7. Read it back, and look at the files again: someone may have removed them meanwhile.
-8. Look again at what it builds upon: whoever removes something there sees what needs it by its manifest alone.
+8. Look again at what it builds upon: a removal there sees what needs it by its manifest alone.
 9. Remove the upload mark.
 """
 
