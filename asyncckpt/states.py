@@ -74,8 +74,8 @@ def load(
     device  where tensors and columns go; None: the CPU
     verify  see Loader
 
-    Of a checkpoint of several ranks, tensors and tables are whole; the tree and its plain values are this rank's, if as
-    many ranks load as have saved, else of all ranks, the lowest first. Waits while a save or load of this process is in
+    If several ranks saved, tensors and tables are whole; the tree and its plain values are this rank's, if as many
+    ranks load as have saved, else of all ranks, the lowest first. Waits while a save or load of this process is in
     flight. Raises NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError, DeviceError, DeadlineError.
     """
     if isinstance(tables, str) or not isinstance(tables, (bool, Collection)):

@@ -2,8 +2,8 @@
 
 A page is one program: its ```python blocks run in order, in one namespace and one empty folder. A ```text block right
 after one is its output; a ```console block holds `$ asyncckpt ...` and what that prints. In both, `...` stands for
-anything, and in console blocks a number with a unit (`13.5 KiB`) for any. A ```python block that begins with the comment `# <name>.py` is a file, which a ```console block runs with
-`$ python ...` or `$ torchrun ...`.
+anything, and in console blocks a number with a unit (`13.5 KiB`) for any. A ```python block that begins with the
+comment `# <name>.py` is a file, which a ```console block runs with `$ python ...` or `$ torchrun ...`.
 """
 
 from __future__ import annotations
