@@ -13,7 +13,7 @@ A Saver, a PeriodicSaver and a Loader over one state, and what ends a loop:
     SIGTERM, max_hours              the next `.step` saves, and the process ends: SystemExit 143, or SIGTERM's handler
     SIGKILL, os._exit, power loss   what had committed is there
 
-With several ranks all of them do this together: they restore one step, stop behind one step, save the same last one.
+With several ranks all of them do this together: they restore one step, stop after one step, save the same last one.
 """
 
 from __future__ import annotations
@@ -194,9 +194,9 @@ class Checkpointer:
     ) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun.
 
-        save: as of PeriodicSaver.step.
+        save: see PeriodicSaver.step.
 
-        Steps ascend. Every rank calls it, for the same steps. Behind SIGTERM, or shortly before max_hours have passed,
+        Steps ascend. Every rank calls it, for the same steps. After SIGTERM, or shortly before max_hours have passed,
         it saves, waits for that, and ends the process.
         """
         step = check_step(step, or_none=False)
@@ -254,7 +254,7 @@ class Checkpointer:
             self._termination.leave()
 
     def _error_since(self) -> BaseException | None:
-        """Return what was raised behind the last step, as far as can be seen outside of a `with` block."""
+        """Return what was raised after the last step, as far as can be seen outside of a `with` block."""
         return next((new for new in _errors_raised() if all(new is not old for old in self._errors_before)), None)
 
     def _finish(self, error: BaseException | None) -> None:

@@ -243,7 +243,7 @@ def describe(path: str | os.PathLike[str], step: int | None = None) -> Checkpoin
 
 
 def _down_to_full(parents: Sequence[int], compacted: Container[int]) -> tuple[int, ...]:
-    """Return the parents that a delta still needs: one that was compacted behind its save is full."""
+    """Return the parents that a delta still needs: one that was compacted after its save is full."""
     end = next((number for number, step in enumerate(parents, 1) if step in compacted), len(parents))
     return tuple(parents[:end])
 

@@ -39,9 +39,9 @@ PARALLEL_MAX = 499  # Files of tables and files of tensors together have numbers
 
 @dataclass(frozen=True)
 class DeltaPolicy:
-    """When a save of kind "auto" is a delta: it is a full checkpoint when any bound would be passed.
+    """Decides when a save of kind "auto" is a delta. It is full when any of these limits would be exceeded.
 
-    deltas_max        deltas behind one full checkpoint; a load reads them all
+    deltas_max        most deltas after a full checkpoint; a load reads all of them
     bytes_share_max   bytes of these deltas together, as a share of the full one's
     seconds_max       age of the full one; None: no bound
     """
@@ -131,7 +131,7 @@ class KeepPolicy:
 class BusyPolicy:
     """What a call does while a save or load of this process is in flight, and for how long.
 
-    action    "raise" SaveInProgressError, "wait" for its end, "skip" this save, or "queue" it behind saves whose state
+    action    "raise" SaveInProgressError, "wait" for its end, "skip" this save, or "queue" it after saves whose state
               is captured; for whatever may still change the state, a load above all, "queue" waits too
     deadline  seconds that a wait takes, also of "queue" for memory to stage in; then DeadlineError
     """
@@ -199,7 +199,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True)
 class UploadOptions:
-    """Where a Saver copies its checkpoints to, behind its saves (docs/object-stores.md).
+    """Where and how a Saver uploads its checkpoints in the background (docs/object-stores.md).
 
     url               a prefix in an object store that is for this directory alone: s3://, gs:// or az://
     parallel          parts of a file that are read and on their way at once, of 16 MiB each (or more: a file has at
@@ -236,8 +236,8 @@ class RankOptions:
     process_group  the ranks are those of this group of torch.distributed, and shard_index and shard_num may be left
                    out. None: several ranks are those of the default group if they are as many, else they find each
                    other by files in the directory
-    peer_deadline  seconds that ranks wait for each other to come to a save, and (at most 30) for a sign of life during
-                   one; then PeerError
+    peer_deadline  seconds that a rank waits for the others to start a save, and (at most 30) for a sign of life during
+                   it; then PeerError
     in_turn        the ranks are Savers of this one process, which save a step one after the other: none waits, each
                    writes its part, and the last one commits
     alone          this process saves by itself, whatever torch.distributed says, also tables of which it holds a part;

@@ -87,8 +87,8 @@ class Saver(Closing):
     host_memory_limit       bytes that staging may take in this process; None: a share of what is available. A snapshot
                             that does not fit is saved the blocking way
     keep                    how many of the newest checkpoints stay, or a KeepPolicy; None keeps all
-    upload                  the URL of a prefix in an object store, or UploadOptions: what is committed is copied there,
-                            behind the saves, by rank 0 (docs/object-stores.md); retention keeps what is not yet there
+    upload                  the URL of a prefix in an object store, or UploadOptions: rank 0 uploads what is committed
+                            in the background (docs/object-stores.md); retention keeps what is not yet there
     deltas                  when a save of kind "auto" is a delta, which holds only rows written since its parent; None:
                             never. Tables without marks are then compared row by row, in the background
     filters                 row filters and encodings of asyncckpt.filters, applied in the background

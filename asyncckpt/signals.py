@@ -1,6 +1,6 @@
 """Put signal handlers off while something is taken, changed or given back.
 
-Python runs signal handlers on the main thread, between two bytecodes, and what they raise comes out there: behind the
+Python runs signal handlers on the main thread, between two bytecodes, and what they raise comes out there: after the
 call that took a lock and before the line that notes it, in the middle of a growth, inside a `finally`. No order of
 lines closes all of these gaps, least of all in other people's code. So:
 

@@ -289,7 +289,7 @@ class _Call:
         return error
 
     async def _abandon(self, attempt: Attempt) -> None:
-        """Abandon after the own files are closed, or they would come back behind the removal."""
+        """Abandon after the own files are closed, or they would come back after the removal."""
         await self._stop_writing()
         await self._effects.abandon(attempt)
 

@@ -4,7 +4,7 @@ Tensors of the staged state are views of an arena. It goes back to the pool when
 keeps one (a planner, another library's writer) keeps it valid.
 
 DCP reads what `stage` returns at once, in its own thread. So copies of devices are waited for, either in `stage`, or
-behind a Future, which newer versions of DCP wait for in that thread.
+through a Future, which newer versions of DCP wait for in that thread.
 """
 
 from __future__ import annotations

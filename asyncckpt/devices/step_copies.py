@@ -1,4 +1,4 @@
-"""What only a step of an optimizer changes: copied behind the call, and watched until the step.
+"""What only a step of an optimizer changes: copied after the call, and watched until the step.
 
     training     call | forward, backward       | step: copy the rest, wait, compare, then write
     background        | chunk, chunk, chunk ... |
@@ -76,7 +76,7 @@ def chunks_of(segments: U64, of: I64, watch: Watch) -> list[Chunk]:
 def row_chunks(columns: U64, rows: I64, places: I64 | None, watch: Watch, numbers: Sequence[int]) -> list[Chunk]:
     """Return chunks of at most CHUNK_BYTES that copy rows of columns (source, target, row bytes) to their places.
 
-    places: None: one behind the other.
+    places: None: one after the other.
     """
     count = max(1, CHUNK_BYTES // int(columns[:, 2].sum()))
     if places is None:
@@ -228,7 +228,7 @@ class StepCopies:
         self._wait_copied(self._parts)
 
     def _let_write(self, part: Part) -> None:
-        """Let a table write, which is in the middle of something: handlers of signals run behind that."""
+        """Let a table write, which is in the middle of something: handlers of signals run after that."""
         if not part.is_closed:
             self._wait([part], looks=False)
 

@@ -149,7 +149,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], l
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> Places:
-    """Return the address of every tensor, its bytes, and from its first to behind its last one; 0 where it has no
+    """Return the address of every tensor, its bytes, and from its first to past its last one; 0 where it has no
     address (sparse ones, fakes, what was not made yet).
 
     No tuple for each: thousands of these alive at once would start a full garbage collection.

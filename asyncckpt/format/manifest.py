@@ -181,7 +181,7 @@ def header_length(prefix: bytes, *, file_bytes: int, owner: str) -> int:
 
 
 def decode_header(raw: bytes, *, file_bytes: int, owner: str) -> Header:
-    """Check and decode the header in `raw` (header_length bytes): no gaps, no overlaps, nothing behind the last."""
+    """Check and decode the header in `raw` (header_length bytes): no gaps, no overlaps, nothing after the last."""
     body = loads(raw[8:].rstrip(b" "), owner=f"header of {owner}")
     fields = Fields(body, owner=owner, where="header")
     metadata = body.get("__metadata__", {})

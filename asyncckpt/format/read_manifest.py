@@ -153,7 +153,7 @@ def _table(fields: Fields, *, kind: str) -> TableFacts:
 
 
 def _check_files(manifest: Manifest, owner: str) -> None:
-    """Every byte behind a header belongs to exactly one block."""
+    """Every byte after a header belongs to exactly one block."""
     by_file: dict[int, list[PlacedBlock]] = defaultdict(list)
     for block in manifest.blocks:
         by_file[block.placed.file_index].append(block.placed)

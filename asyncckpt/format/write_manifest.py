@@ -104,7 +104,7 @@ def check_tables(tables: Sequence[TableFacts]) -> None:
 def extend_body(
     body: BodyTemplate, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
 ) -> BodyTemplate:
-    """Return the body with these tables, and with further blocks behind its own: without rendering those again."""
+    """Return the body with these tables, and with further blocks after its own: without rendering those again."""
     if body.blocks_count + len(blocks) > limits.BLOCKS_MAX:
         limits.check_blocks_count(body.blocks_count + len(blocks))
     check_tables(tables)

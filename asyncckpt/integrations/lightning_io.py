@@ -116,7 +116,7 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
                 os.remove(key)
 
     def _keep(self, key: str) -> None:
-        """Let what is about to be saved again not be removed behind that. A link that was to go goes now."""
+        """Let what is about to be saved again not be removed after that. A link that was to go goes now."""
         if key in self._to_remove:
             self._to_remove = [other for other in self._to_remove if other != key]
             if os.path.islink(key):

@@ -48,7 +48,7 @@ class CheckpointManager:
     load_only        saves nothing and removes nothing
     arguments        further arguments of the Checkpointer, by name
 
-    Used by all ranks alike. Behind SIGTERM `save` saves the step and ends the process.
+    Used by all ranks alike. After SIGTERM `save` saves the step and ends the process.
     """
 
     def __init__(

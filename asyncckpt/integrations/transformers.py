@@ -210,7 +210,7 @@ class CheckpointMixin:
     # How it is done.
 
     def _note(self, *, save: bool) -> None:
-        """Note that a step has ended. Behind SIGTERM this saves it and ends the process."""
+        """Note that a step has ended. After SIGTERM this saves it and ends the process."""
         step = self.state.global_step
         if not save and self.args.save_strategy == "no":
             return

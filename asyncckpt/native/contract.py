@@ -123,7 +123,7 @@ FLOAT32, FLOAT16, BFLOAT16 = range(3)
 
 @dataclass(frozen=True)
 class FloatRows:
-    """The memory of rows of numbers: row r begins r * width numbers behind `address`; kind is FLOAT32, ..."""
+    """The memory of rows of numbers: row r begins r * width numbers after `address`; kind is FLOAT32, ..."""
 
     address: int
     width: int

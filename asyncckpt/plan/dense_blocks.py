@@ -59,7 +59,7 @@ class CopyWays:
     """How tensors are copied, by their numbers: int64 [n] each.
 
     way: by address, from the device of this number or (BY_HOST) from memory of the host; or BY_TORCH, for strides and
-    other kinds of devices. spans: bytes from the first element to behind the last one; 0 of what is not copied.
+    other kinds of devices. spans: bytes from the first element to past the last one; 0 of what is not copied.
     """
 
     way: I64

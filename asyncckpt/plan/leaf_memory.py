@@ -44,7 +44,7 @@ is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a strided tensor are its memory, one behind the other."""
+    """Return whether the values of a strided tensor are its memory, one after the other."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
@@ -168,12 +168,12 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first to behind the last element."""
+    """Return the bytes from the first to past the last element."""
     return span(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements of memory there are from the first to behind the last one; 0 where there are none."""
+    """Return how many elements of memory there are from the first to past the last one; 0 where there are none."""
     if not math.prod(shape):
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

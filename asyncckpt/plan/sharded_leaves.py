@@ -264,7 +264,7 @@ def _size(runs: Runs) -> int:
 
 
 def _chunk(runs: Runs, *, count: int, index: int) -> Runs:
-    """Return chunk `index` of `count` of what the runs hold one behind the other, cut like torch.chunk cuts."""
+    """Return chunk `index` of `count` of what the runs hold one after the other, cut like torch.chunk cuts."""
     total = _size(runs)
     step = -(-total // count)
     first, last = min(total, step * index), min(total, step * (index + 1))

@@ -131,7 +131,7 @@ class StoreReader:
             yield piece, None
 
     def _read_ahead(self, piece: _Request) -> _Ahead:
-        """Read a piece, and more where it comes behind another one."""
+        """Read a piece, and more if it comes after another one."""
         before = next((one for one in self._ahead if one.is_before(piece)), None)
         end = piece.end
         if before is not None:

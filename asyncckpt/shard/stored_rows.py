@@ -131,7 +131,7 @@ def _plain_rows(reader: ChainReader, number: int, rows: I64 | None) -> Iterator[
 
 
 def gather(raw: U8, rows: I64, row_bytes: int) -> U8:
-    """Return rows of `row_bytes` bytes each, one behind the other."""
+    """Return rows of `row_bytes` bytes each, one after the other."""
     chosen = np.empty(len(rows) * row_bytes, dtype=np.uint8)
     column = np.array([[raw.ctypes.data, chosen.ctypes.data, row_bytes]], dtype=np.uint64)
     core.copy_rows(column, rows, None)

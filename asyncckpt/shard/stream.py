@@ -113,7 +113,7 @@ class _Digests:
         self.rows = np.zeros((int(self._begins[-1]), DIGEST_BYTES), dtype=np.uint8)
 
     def put(self, numbers: Sequence[int], rows: U8) -> None:
-        """Set those of some blocks, one behind the other."""
+        """Set those of some blocks, one after the other."""
         places = [np.arange(self._begins[number], self._begins[number + 1]) for number in numbers]
         self.rows[np.concatenate(places)] = rows
 

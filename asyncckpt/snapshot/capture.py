@@ -331,7 +331,7 @@ def put_by_torch(pieces: TensorPieces, live: LiveTensors, copies: Copies, memory
 def _add_stepped(pieces: TensorPieces, live: LiveTensors, steps: StepCopies, segments: U64) -> NDArray[np.bool_]:
     """Let steps of optimizers wait for what only they change; return which pieces that are, bool [n].
 
-    Those on the host are copied behind the call.
+    Those on the host are copied after the call.
     """
     from asyncckpt.devices.watches import Watch  # Only Savers that are given optimizers need it.
 

@@ -52,7 +52,7 @@ class Overlay:
     ) -> None:
         """Put the cached rows over target, contiguous `[n, *row_shape]` on the CPU: rows [begin, begin + n).
 
-        Behind what is listed in `copies`, where either level is on a device. is_filled: the storage's rows are there.
+        After what is listed in `copies`, where either level is on a device. is_filled: the storage's rows are there.
         """
         cached = self.cut.cached_column(column)
         if cached is None:

@@ -257,7 +257,7 @@ class ObjectStore:
     ) -> T:
         """Ask the store, and wrap what obstore raises, without its text: an answer may hold a key or a token.
 
-        is_heard: whether signals are heard meanwhile. UsageError in a child that was forked behind the first use of a
+        is_heard: whether signals are heard meanwhile. UsageError in a child that was forked after the first use of a
         store.
         """
         _check_not_forked()

@@ -3,7 +3,7 @@ kill.
 
 1. `open` makes the file `.written` in the folder of the files, and locks it while this process writes there. Its first
    line says what is written, and of what: the identity, which the caller makes.
-2. Behind each chunk that was written comes a line: file, offset, bytes, digest.
+2. After each chunk that was written comes a line: file, offset, bytes, digest.
 3. `open` again, in a folder that was left with the same identity: files of which nothing is noted are removed.
 4. In each other file those bytes are sound, from its start, that are read back with their digests. They are not written
    again. A note that is older or newer than its bytes does no harm, so notes are not synced.

@@ -7,7 +7,7 @@
    ended on all ranks is finalized, on the calling thread, in the order of scheduling.
 
 Nothing waits for ever: every wait has a deadline, a call that failed raises on every rank (its own error where it
-failed, PeerError elsewhere) and is taken out of the queue, and the calls behind it go on. Source of the interface:
+failed, PeerError elsewhere) and is taken out of the queue, and the calls after it go on. Source of the interface:
 megatron.core.dist_checkpointing.strategies.async_utils.
 """
 
@@ -50,7 +50,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function behind the others. UsageError when the request is frozen."""
+        """Add a function after the others. UsageError when the request is frozen."""
         if self.is_frozen:
             raise UsageError("a frozen request takes no further finalize function", hint="add it before scheduling")
         self.finalize_fns.append(fn)
@@ -255,7 +255,7 @@ class AsyncCallsQueue:
 
         blocking: wait until all have. no_dist: ask this rank only. To be called on all ranks, unless no_dist. A call
         that failed is taken out of the queue and its error raised, here and (as PeerError) on the other ranks; those
-        behind it stay, and the next call goes on with them.
+        after it stay, and the next call goes on with them.
         """
         finalized: list[int] = []
         while self.async_calls:

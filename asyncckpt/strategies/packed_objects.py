@@ -38,7 +38,7 @@ Kind = str | Sequence[str]
 
 
 def pack(value: Any, *, path: Path = ()) -> dict[str, Any]:
-    """Pack one object; tensors and arrays in it are not copied. UsageError naming the path, behind `path`."""
+    """Pack one object; tensors and arrays in it are not copied. UsageError naming the path, after `path`."""
     kinds: list[tuple[Path, Kind]] = []
     return {"value": _packed(value, (), path, kinds), "kinds": kinds}
 

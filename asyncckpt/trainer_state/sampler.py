@@ -69,7 +69,7 @@ class ResumableSampler(Sampler[Any]):
         self.samples_consumed = 0
 
     def set_position(self, *, epoch: int, samples_consumed: int) -> None:
-        """Have iterators that begin from now on start there: behind `samples_consumed` of all ranks together."""
+        """Have iterators that begin from now on start there: after `samples_consumed` of all ranks together."""
         self.epoch, self.samples_consumed = epoch, samples_consumed
 
     def __len__(self) -> int:

@@ -47,7 +47,7 @@ def listen(listener: StepListener) -> None:
 def is_stepping() -> bool:
     """Return whether an optimizer is within its step, as far as is known: one that raised counts until it steps again.
 
-    Its closure and hooks of its own run behind the listeners.
+    Its closure and hooks of its own run after the listeners.
     """
     return bool(len(_stepping))
 

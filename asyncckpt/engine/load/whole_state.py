@@ -63,7 +63,7 @@ class WholeState:
     """The targets for one checkpoint; `tree`, once they are filled.
 
     A tensor that a write filter has dropped is left out, of a list it is None. One that a filter has renamed is under
-    its new name, behind all others.
+    its new name, after all others.
     """
 
     def __init__(self, chain: Chain, contents: Contents, wanted: WholeRequest) -> None:

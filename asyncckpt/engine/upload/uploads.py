@@ -1,5 +1,5 @@
-"""The uploads of one Saver, one after the other, on a thread of their own behind its saves. Several ranks have one
-directory, so rank 0 uploads the files of all; the others see by its marks what is not uploaded yet.
+"""The uploads of one Saver, one after the other, on a thread of their own. Several ranks have one directory, so rank 0
+uploads the files of all; the others see by its marks what is not uploaded yet.
 
 What is to be uploaded is known by its mark in the directory (commit/removal.py), so nothing here has to survive: the
 next Saver of the directory goes on. An upload that fails because the store is busy or cannot be reached is tried again
@@ -10,7 +10,7 @@ store that refuses all is asked for each commit once, however many are left.
 #   from        to          done by
 #   waiting     uploading   _next
 #   uploading   uploaded    _work_off, when the manifest is in the store
-#   uploading   left        _fail, behind the others that are left
+#   uploading   left        _fail, after the others that are left
 #   left        uploading   _next, after an upload that succeeded
 """
 
