@@ -122,7 +122,7 @@ class CheckpointSummary:
     """One committed checkpoint in short.
 
     kind           "full" or "delta"
-    parents        steps that a delta builds upon, newest first, down to a full one; empty for a full one
+    parents        bases of a delta, newest first, down to a full one; empty for a full one
     compacted      whether it was folded into a full checkpoint after it was saved
     bytes          the size of its own files; a delta needs those of its parents too
     tables         rows per table in its own files, of all ranks

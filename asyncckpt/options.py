@@ -62,7 +62,7 @@ class DeltaPolicy:
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """Which checkpoints stay: those that any of these rules keeps, those that are pinned, and what they build upon.
+    """Which checkpoints stay: those that any of these rules keeps, those that are pinned, and their bases.
 
     latest       keep the newest n steps, not counting those that were saved half-way (decision 0026)
     every_steps  keep the first checkpoint in every n steps: with 1000, the first in 0 to 999, in 1000 to 1999, ...

@@ -110,7 +110,7 @@ def _refused(doubt: IndeterminateError, hint: str) -> IndeterminateError:
 
 
 def is_committed_whole(path: Place, attempt: Attempt, name: str | None = None) -> bool:
-    """Return whether the checkpoint of an attempt is there, with all it builds upon; then all of it is durable.
+    """Return whether the checkpoint of an attempt is there, with its bases; then all of it is durable.
 
     name: its manifest's, if not that of every saved step. IOFailedError when that cannot be found out, or made sure.
     """

@@ -1,7 +1,7 @@
 """Remove attempts in a store, where nobody holds a LOCK, and others may save, remove and sweep at the same time.
 
 1. Announce, and look once more, as on a disk (removal.py).
-2. Decide: rename the marks to manifests/.d-<id>-<folder>, children before what they build upon.
+2. Decide: rename the marks to manifests/.d-<id>-<folder>, children before their bases.
 3. Complete what was decided, children first, as on a disk; also what others have decided, who may have crashed. No step
    is wrong when two do it.
 

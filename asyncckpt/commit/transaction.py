@@ -8,7 +8,7 @@ A checkpoint exists from the moment its manifest has its final name; before that
 2. `commit` encodes the manifest and proves that readers will accept it (attempt.py).
 3. It syncs the attempt's folder, so that the names of the files are durable; writes manifests/.m-<attempt>, syncs it.
 4. It proves the rest right before the rename: directory, folders and the LOCK are where they were; every file is there
-   by its name with its size, and one that this process wrote is the very same file; what a delta builds upon is there;
+   by its name with its size, and one that this process wrote is the very same file; the bases of a delta are there;
    nobody is about to remove any of it (removal.py); what a compacted one replaces is the manifest that was read.
 5. It marks the attempt for upload, where that is wanted, and renames the manifest to manifests/<step>.json,
    refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is there, gets the name
@@ -322,7 +322,7 @@ class Transaction:
         )
 
     def _check_stays(self, head: ManifestHead) -> None:
-        """Check that all files are there, and what a delta builds upon, down to a full one; and that all stays."""
+        """Check that all files are there, and the bases of a delta, down to a full one; and that all stays."""
         going = being_removed(self._root)
         if self.attempt.directory in going:
             raise folder_removed(self.place, self._what)

@@ -1,4 +1,4 @@
-"""The head of a manifest: what it is, of which save, in which files, and upon what it builds; and how it is decoded.
+"""The head of a manifest: what it is, of which save, in which files, with which bases; and how it is decoded.
 
 The order is that of trust: the manifest's own digest, then version and required features, then all else. The name of
 the file says which step the manifest is of, and whether it is a compacted checkpoint's.
@@ -65,7 +65,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class ParentFacts:
-    """A checkpoint that a delta builds upon: its step, its attempt, and the own digest of its manifest, in hexadecimal.
+    """A checkpoint below a delta: its step, its attempt, and the own digest of its manifest, in hexadecimal.
 
     Both pin it: another checkpoint of that step is not the parent.
     """

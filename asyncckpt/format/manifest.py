@@ -117,7 +117,7 @@ class Manifest(SealedHead):
 
 @dataclass(frozen=True)
 class Chain:
-    """The manifests of one checkpoint, newest first: a full one's alone, or a delta's with those of all it builds upon.
+    """The manifests of one checkpoint, newest first: a full one's alone, or a delta's with those of its bases.
 
     Blocks are numbered through all of them.
     """

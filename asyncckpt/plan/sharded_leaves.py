@@ -10,7 +10,7 @@ has imported it.
    Where its factor names no such order it cuts each of `factor` chunks, so that a rank holds several boxes.
 3. Replicate keeps everything: the ranks along it hold the same boxes, and one of them is the writer. Which one depends
    on the leaf's name and on the box, so that the bytes spread over the replicas. In a mesh of some of the job's ranks
-   each is a writer: as many others may save, and agree upon it.
+   each is a writer: as many others may save, and agree on it.
 4. Partial values are not the tensor's; they are refused.
 """
 

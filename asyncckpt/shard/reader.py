@@ -1,4 +1,4 @@
-"""Read the shard files of one checkpoint: a full one, or a delta and all it builds upon.
+"""Read the shard files of one checkpoint: a full one, or a delta and its bases.
 
 All files are opened first, and everything about them is checked before a byte of data is used: each header is the one
 that was written, and says the same as the manifest. They are opened by descriptor, never mapped: a file truncated under

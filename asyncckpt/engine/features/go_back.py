@@ -1,5 +1,5 @@
-"""Which step a loop goes on from; and let a Saver go back: what was saved after a step is discarded, and nothing builds
-upon it any more.
+"""Which step a loop goes on from; and let a Saver go back: what was saved after a step is discarded, and is the base of
+nothing any more.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 coordination.driver runs the protocol, and calls these effects:
 
-    make_folder   rank 0     whether ranks hold the same replicas, and who writes which; what a delta builds upon; the
+    make_folder   rank 0     whether ranks hold the same replicas, and who writes which; the base of a delta; the
                              attempt's folder
     write         all ranks  filter, write and sync the own files; leave the part of the manifest on the channel
     publish       rank 0     put the parts together, check them, publish: the commit
@@ -112,7 +112,7 @@ class RankSave:
         return self.share.ranks
 
     def settle_base(self) -> None:
-        """Choose what a delta builds upon. All saves before this one have ended, so all ranks choose the same."""
+        """Choose the base of a delta. All saves before this one have ended, so all ranks choose the same."""
         if self.job.base is None and self.job.call.kind != "delta":
             return  # It is a full one.
         settle(self.job)
@@ -243,7 +243,7 @@ class RankSave:
         return is_committed_whole(self.job.target.root.path, attempt)
 
     async def is_base_lost(self, error: BaseException) -> bool:
-        """Return whether a delta has failed because others have removed what it builds upon. Every rank looks."""
+        """Return whether a delta has failed because others have removed its base. Every rank looks."""
         base, commits = self.job.base, self.job.target.commits
         if base is None or not isinstance(error, (ConflictError, PeerError)):
             return False
@@ -368,8 +368,8 @@ def _attempt_folder(root: WriteRoot, attempt: Attempt) -> Iterator[Directory | S
 
 
 def _common_parents(begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> tuple[ParentFacts, ...]:
-    """Return what the ranks with a delta build upon, which is the same; ConflictError otherwise. A rank that
-    has called when some of it was compacted lists less of it."""
+    """Return the bases of the ranks with a delta, which are the same; ConflictError otherwise. A rank that called when
+    some of them were compacted lists fewer."""
     chains = {rank: _parents(sent[rank]) for rank, begin in begins.items() if begin.kind == "delta"}
     longest = max(chains, key=lambda rank: len(chains[rank]), default=0)
     for rank, chain in chains.items():

@@ -1,7 +1,7 @@
 """What is in the replicas that a rank has captured, as digests: to find out that ranks hold different ones.
 
-In the background, on the snapshot, and only where all of it has been captured: until it is agreed upon who writes what,
-and with audit. Buffers of modules are left out, since they may differ (replicas.py).
+In the background, on the snapshot, and only where all of it has been captured: until it is agreed which rank writes
+what, and with audit. Buffers of modules are left out, since they may differ (replicas.py).
 
 Tables that own ids by a rule of their own, which nobody else can check, give some ids instead: those with the smallest
 fingerprints. If two ranks hold the same ids, these are among the smallest of both; so a small table is checked in full,

@@ -67,7 +67,7 @@ class TableLink:
 
 @dataclass(frozen=True)
 class ChainLink:
-    """A committed checkpoint, upon which a delta may build: itself as a parent, its own parents, and its tables.
+    """A committed checkpoint, which may be a delta's base: itself as a parent, its own parents, and its tables.
 
     bytes: this rank's in each checkpoint of the chain, newest first. full_time: that of the full one at the end.
     """
@@ -100,7 +100,7 @@ class ChainLink:
 class SaverMemory:
     """What a Saver keeps from save to save.
 
-    newest       the newest checkpoint that it has committed, upon which the next delta builds
+    newest       the newest checkpoint that it has committed, the base of the next delta
     retention    the one that was begun last; None where nothing is removed
     half_loaded  the step that a Checkpointer has begun to fill the state with, until that has succeeded
     is_of_loop   whether it saves for a loop, which goes on as if nothing had failed, and not as it is told
@@ -215,7 +215,7 @@ class SaveJob:
     begun          time of the call, by the performance counter
     write, commit  how it is written and committed: write_files.py, run_save.py, unless a feature does it otherwise
     rows           of each table by its number among the cuts
-    base, newest   what it builds upon as a delta, None: it is full; and the newest committed checkpoint at the call
+    base, newest   its base as a delta, None: it is full; and the newest committed checkpoint at the call
     plan           of what is not in regions
     captured       the tables in regions of the arena
     by_peers       what has been captured, and other ranks write
