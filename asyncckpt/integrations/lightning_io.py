@@ -215,7 +215,7 @@ class _Saving:
 def checkpoint_file(path: str | os.PathLike[str]) -> io.BytesIO:
     """Return a checkpoint as a file of torch.save in memory: `Model.load_from_checkpoint(checkpoint_file("ckpt"))`.
 
-    path: as of `load_checkpoint`. Lightning's `load_from_checkpoint` asks no plugin, and reads nothing but files.
+    path: see `load_checkpoint`. Lightning's `load_from_checkpoint` asks no plugin, and reads nothing but files.
     """
     file = io.BytesIO()
     torch.save(AsyncCheckpointIO().load_checkpoint(path), file)

@@ -213,7 +213,7 @@ def shared_again(
 ) -> dict[Path, torch.Tensor]:
     """Return loaded tensors as views of the memory that they shared; tied ones are the same tensor.
 
-    shared: as of Contents. Only tensors on one device share memory. CorruptError for views beyond their memory.
+    shared: see Contents. Only tensors on one device share memory. CorruptError for views beyond their memory.
     """
     views: dict[int, torch.Tensor] = {}
     for bytes, places in shared:
@@ -229,7 +229,7 @@ def shared_again(
 
 
 def orders_alone(shared: Sequence[tuple[int, Mapping[Path, SharedView]]]) -> dict[Path, tuple[int, ...]]:
-    """Return the strides of tensors that have their memory alone. shared: as of Contents."""
+    """Return the strides of tensors that have their memory alone. shared: see Contents."""
     return {path: view.strides for _, places in shared if len(places) == 1 for path, view in places.items()}
 
 
