@@ -66,19 +66,17 @@ class Checkpointer:
     every          steps between saves (or use every_seconds, with one rank). A save that comes due while another is in
                    flight is skipped. math.inf: save only on `.step(step, save=True)`
     keep           how many of the newest checkpoints stay, or a KeepPolicy; None: all
-    max_hours      save and end the process before it has run this many hours, counted from the constructor. It leaves
-                   time for one more step as long as the longest so far (two with several ranks) and one such save.
-                   None: no limit
+    max_hours      save and end the process before this many hours have passed since this was made: in time for one more
+                   step (with several ranks two) and save as long as the longest so far; None: no limit
     deltas         see Saver
     on_error       what to do with errors of background saves; see PeriodicSaver
     options        further arguments of the Saver, by name: {"durability": "none"}
     state          what is saved, by name: tables, modules (also in DDP or torch.compile), optimizers, dicts, anything
                    with a state dict, tensors. Tables in modules and of sparse optimizers are found
 
-    Use it from one thread. On the main thread it handles SIGTERM from the start of the `with` block, or from the first
-    step without one; with several ranks from the constructor on. Without a `with` block, it is closed by `close`, by
-    another Checkpointer of the same directory, or when the interpreter ends. Ranks are torch.distributed's, unless
-    options say otherwise.
+    Use it from one thread. On the main thread it handles SIGTERM from the start of the `with` block, or else the first
+    step; with several ranks from the constructor on. Without a block, it is closed by `close`, by another Checkpointer
+    of the same directory, or when the interpreter ends. Ranks are torch.distributed's, unless options say otherwise.
     """
 
     def __init__(

@@ -16,9 +16,12 @@ import pytest
 from asyncckpt.cli.commands import parser_of_all
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-BEGIN = r"(?:^|(?<=[.;:] ))"  # Of a sentence or clause.
-ARTICLE = r"(?:a|an|the|its|their|of|variables')"
 WEAK = "more|page|this page|this|these|it|here|how|why|back|below|decision|the same|all of (?:it|them)|which ones"
+IS = r"(?<![Tt]here )\b(?:is|are|was|were)"
+ADVERBS = r"(?:longer|more|less|need|use|way|different|\w+er)\b"  # "is no longer" is right.
+OF = "several|what|an?|the|all|each|two|these|those|one|it|them|its|tables?|tensors?|long"
+ASKS = "can|could|may|should|would|do|does|did|will|is it"  # "Who can load it?" is right.
+FOR = "it|they|nobody|somebody|no|then|there|many|most|others|rows may|one rank may"
 
 
 class Rule(NamedTuple):
@@ -30,57 +33,29 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(rf"\[(?:{WEAK})\]", "a link names what it leads to: write `[full results]`", "It is fast ([all of it](x))."),
-    Rule(r"^\|(?:[ \t]*\|)+$", "a table without a head: write what its columns are", "| | |\n|---|---|\n| a | b |"),
+    Rule(rf"\[(?:{WEAK})\]", "a link names what it leads to: `[full results]`", "It is fast ([all of it](x))."),
+    Rule(r"^\|(?:[ \t]*\|)+$", "a table has a head: what its columns are", "| | |\n|---|---|\n| a | b |"),
+    Rule(rf"{IS} no (?!{ADVERBS})[a-z`]+", "`is no file`: write `is not a file`", "This is no table."),
+    Rule(rf"{IS} none\b(?! (?:the less|left))|\bthat (?:is|are) none\b", "`none`: write `not one`", "They are none."),
+    Rule(r"\banew\b", "`anew`: write `again`, `new` or `from the start`", "It begins anew."),
     Rule(
-        r"(?<![Tt]here )\b(?:is|are|was|were) no (?!(?:longer|more|less|need|use|way|different|\w+er)\b)[a-z`]+",
-        "`is no file`: write `is not a file`",
-        "This is no table.",
+        r"\b(?:is|are) said\b|\bsa(?:ys?|id) so\b", "`says so`: write `warns`, `reports`, `raises`", "The log says so."
     ),
+    Rule(rf"(?:^|(?<=[.;:] ))[Oo]f (?:{OF})\b", "`Of several`: write `With several`", "Of several ranks, one does it."),
     Rule(
-        r"(?<![Tt]here )\b(?:is|are|was|were) none\b(?! (?:the less|left))|\bthat (?:is|are) none\b",
-        "`is none`: write `is not one`, `invalid`, `is missing`",
-        "Such rows are none of ours.",
+        rf"(?:^|(?<=[.;:,] ))[Ww]ho(?:ever)? (?!(?:{ASKS})\b)[a-z]+\b", "`who`: name the actor", "Who pins needs none."
     ),
-    Rule(r"\banew\b", "`anew`: write `again`, `new`, `from the start`", "It begins anew."),
-    Rule(
-        r"\b(?:is|are) said\b|\bsays? so\b|\bsaid so\b",
-        "`says so`: a program warns, reports, returns or raises",
-        "A warning says so.",
-    ),
-    Rule(
-        rf"{BEGIN}[Oo]f (?:several|what|an?|the|all|each|two|these|those|one|it|them|its|tables?|tensors?|long)\b",
-        "`Of several ranks, ...`: write `With several ranks, ...`, or the subject first",
-        "Of several ranks, rank 0 does it.",
-    ),
-    Rule(
-        r"(?:^|(?<=[.;:,] ))(?:[Ww]ho|[Ww]hoever) (?!(?:can|could|may|should|would|do|does|did|will|is it)\b)[a-z]+\b",
-        "`whoever saves`: write which process, thread or user it is",
-        "Whoever pins needs no lock.",
-    ),
-    Rule(
-        r"\bso (?:many|much|long)\b(?! (?:as|that|since|before))",
-        "`so many`: write `n`, or `this many`",
-        "Keep so many of the newest.",
-    ),
+    Rule(r"\bso (?:many|much|long)\b(?! (?:as|that|since|before))", "`so many`: write `n`", "Keep so many of them."),
     Rule(r"\bbut for\b", "`but for`: write `except`", "All is equal but for its name."),
-    Rule(rf"\b{ARTICLE}(?: \w+'s?)? begin\b", "`its begin`: write `its start`", "It is read from its begin."),
-    Rule(
-        r", for (?:it|they|nobody|somebody|no|then|there|many|most|others|rows may|one rank may) ",
-        "`, for it`: write `because`",
-        "It waits, for it has to.",
-    ),
-    Rule(r"\bas of an? [A-Z]|\bas (?:it )?ever\b", "`as of a Saver`: write `see Saver`", "The limit is as of a Saver."),
-    Rule(
-        r"\bc[ao]mes? to (?:its|an|their) end\b",
-        "`comes to its end`: write `ends`, `finishes`",
-        "The upload came to its end.",
-    ),
+    Rule(r"\b(?:a|an|the|its|their|of|variables')(?: \w+'s?)? begin\b", "`begin`: write `start`", "Go to its begin."),
+    Rule(rf", for (?:{FOR}) ", "`, for it`: write `because it`", "It waits, for it has to."),
+    Rule(r"\bas of an? [A-Z]|\bas (?:it )?ever\b", "`as of a Saver`: write `see Saver`", "It is as of a Saver."),
+    Rule(r"\bc[ao]mes? to (?:its|an|their) end\b", "`comes to its end`: write `ends`", "It came to its end."),
 )
 
 
 def findings(texts: Iterator[tuple[str, str]]) -> list[str]:
-    """Return what breaks a rule in paragraphs, each with its place: place, sentence, and what to write instead."""
+    """Return what breaks a rule in texts, each with its place: place, sentence, and what to write instead."""
     return [
         f"{place}: {sentence_at(text, found)!r}: {rule.instead}"
         for place, text in texts
@@ -90,8 +65,8 @@ def findings(texts: Iterator[tuple[str, str]]) -> list[str]:
 
 
 def sentence_at(text: str, found: re.Match[str]) -> str:
-    end = text.find(". ", found.end())
-    return text[text.rfind(". ", 0, found.start()) + 1 : len(text) if end < 0 else end + 1].strip()
+    begin, end = text.rfind(". ", 0, found.start()) + 1, text.find(". ", found.end())
+    return text[begin : len(text) if end < 0 else end + 1].strip()
 
 
 def paragraphs_of(page: str) -> Iterator[str]:
@@ -120,15 +95,8 @@ def messages_of(source: str) -> Iterator[str]:
                     yield part.value
 
 
-def pages() -> Iterator[tuple[str, str]]:
-    found = (path for path in (REPOSITORY / "docs").rglob("*.md") if path.parent.name != "decisions")
-    for path in (REPOSITORY / "README.md", *sorted(found)):
-        for paragraph in paragraphs_of(path.read_text(encoding="utf-8")):
-            yield path.relative_to(REPOSITORY).as_posix(), paragraph
-
-
-def sources(texts_of: Callable[[str], Iterator[str]]) -> Iterator[tuple[str, str]]:
-    for path in sorted((REPOSITORY / "asyncckpt").rglob("*.py")):
+def texts(paths: Iterator[Path], texts_of: Callable[[str], Iterator[str]]) -> Iterator[tuple[str, str]]:
+    for path in sorted(paths):
         for text in texts_of(path.read_text(encoding="utf-8")):
             yield path.relative_to(REPOSITORY).as_posix(), text
 
@@ -137,20 +105,17 @@ def help_texts() -> Iterator[tuple[str, str]]:
     parser, commands = parser_of_all()
     for one in (parser, *commands.values()):
         yield one.prog, one.description or ""
-        for action in one._actions:
-            yield f"{one.prog} {action.dest}", action.help or ""
+        yield from ((f"{one.prog} {action.dest}", action.help or "") for action in one._actions)
 
 
 def test_pages() -> None:
-    assert findings(pages()) == []
+    pages = (path for path in (REPOSITORY / "docs").rglob("*.md") if path.parent.name != "decisions")
+    assert findings(texts(iter([REPOSITORY / "README.md", *pages]), paragraphs_of)) == []
 
 
-def test_docstrings() -> None:
-    assert findings(sources(docstrings_of)) == []
-
-
-def test_messages() -> None:
-    assert findings(sources(messages_of)) == []
+@pytest.mark.parametrize("texts_of", [docstrings_of, messages_of])
+def test_the_package(texts_of: Callable[[str], Iterator[str]]) -> None:
+    assert findings(texts((REPOSITORY / "asyncckpt").rglob("*.py"), texts_of)) == []
 
 
 def test_help_texts() -> None:
@@ -161,13 +126,11 @@ def test_help_texts() -> None:
 def test_a_planted_sentence_is_found_by_its_rule_alone(rule: Rule) -> None:
     planted = f"# Page\n\nIt is\nsound.\n\n{rule.planted}\n\n```py\n# anew\n```\n\n`anew` [x](anew.md)\n"
     [found] = findings(("x.md", text) for text in paragraphs_of(planted))
-    assert found.startswith("x.md: ")
-    assert found.endswith(rule.instead)
+    assert found.endswith(f": {rule.instead}")
 
 
 def test_planted_docstrings_and_messages_are_found() -> None:
     source = '"""F.\n\nIt begins\nanew.\n"""\nraise UsageError(f"{f} is no f", hint="save it anew")\n'
-    assert findings(("x.py", text) for text in docstrings_of(source)) == [
-        "x.py: 'It begins anew.': `anew`: write `again`, `new`, `from the start`"
-    ]
+    [found] = findings(("x.py", text) for text in docstrings_of(source))
+    assert found.startswith("x.py: 'It begins anew.': `anew`: write `again`")
     assert len(findings(("x.py", text) for text in messages_of(source))) == 2
