@@ -13,7 +13,7 @@ A Saver, a PeriodicSaver and a Loader over one state, and what ends a loop:
     SIGTERM, max_hours              the next `.step` saves, and the process ends: SystemExit 143, or SIGTERM's handler
     SIGKILL, os._exit, power loss   what had committed is there
 
-With several ranks all of them do this together: they restore one step, stop behind one step, save the same last one.
+With several ranks all of them do this together: they restore one step, stop after one step, save the same last one.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ _OPTIONS = tuple(name for name in inspect.signature(Saver).parameters if name no
 
 
 class Checkpointer:
-    """Save a state every so many steps, restore it, and save the last step whatever ends the loop.
+    """Save a state every few steps, restore it, and save the last step whatever ends the loop.
 
     path           the checkpoint directory, made with its parents when missing
-    every          steps between saves; or every_seconds between them, with one rank. One that is due while another is
-                   in flight is skipped. math.inf: steps are saved when `.step(step, save=True)` says so
-    keep           which checkpoints stay: so many of the newest, or a KeepPolicy; None: all
-    max_hours      save and end the process before it has run for so long since this was made, if no step (of several
-                   ranks: no two) and no save takes longer than the longest so far; None: no bound
-    deltas         as of a Saver
-    on_error       what becomes of errors of background saves: as of a PeriodicSaver
+    every          steps between saves (or use every_seconds, with one rank). A save that comes due while another is in
+                   flight is skipped. math.inf: save only on `.step(step, save=True)`
+    keep           how many of the newest checkpoints stay, or a KeepPolicy; None: all
+    max_hours      save and end the process before this many hours have passed since this was made: in time for one more
+                   step (with several ranks two) and save as long as the longest so far; None: no limit
+    deltas         see Saver
+    on_error       what to do with errors of background saves; see PeriodicSaver
     options        further arguments of the Saver, by name: {"durability": "none"}
     state          what is saved, by name: tables, modules (also in DDP or torch.compile), optimizers, dicts, anything
                    with a state dict, tensors. Tables in modules and of sparse optimizers are found
 
-    Used by one thread; on the main thread it takes SIGTERM from the beginning of the `with` block, or from the first
-    step on; of several ranks from here on. Without a `with` block, it is closed by `close`, by another Checkpointer of
-    the same directory, or when the interpreter ends. Ranks are torch.distributed's, unless options say otherwise.
+    Use it from one thread. On the main thread it handles SIGTERM from the start of the `with` block, or else the first
+    step; with several ranks from the constructor on. Without a block, it is closed by `close`, by another Checkpointer
+    of the same directory, or when the interpreter ends. Ranks are torch.distributed's, unless options say otherwise.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class Checkpointer:
         A directory without checkpoints that is uploaded goes on from those in the store.
 
         To go back, name the step: what was saved after it is discarded, durably, when the step is loaded, so that the
-        directory tells one history. UsageError, with nothing changed, where that would be needed and discard_newer does
-        not say so, or a newer step is pinned. Every rank calls it, with the same arguments. Waits for saves in flight.
+        directory tells one history. UsageError, with nothing changed, if that needs discard_newer=True and it is not
+        given, or a newer step is pinned. Every rank calls it, with the same arguments. Waits for saves in flight.
         Raises as Loader.load does, and then the last step is not saved at the end. If parts of the state were filled,
         all saves raise until a `restore` succeeds or `begin_anew` is called.
         """
@@ -192,9 +192,9 @@ class Checkpointer:
     ) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun.
 
-        save: as of PeriodicSaver.step.
+        save: see PeriodicSaver.step.
 
-        Steps ascend. Every rank calls it, for the same steps. Behind SIGTERM, or shortly before max_hours have passed,
+        Steps ascend. Every rank calls it, for the same steps. After SIGTERM, or shortly before max_hours have passed,
         it saves, waits for that, and ends the process.
         """
         step = check_step(step, or_none=False)
@@ -252,7 +252,7 @@ class Checkpointer:
             self._termination.leave()
 
     def _error_since(self) -> BaseException | None:
-        """Return what was raised behind the last step, as far as can be seen outside of a `with` block."""
+        """Return what was raised after the last step, as far as can be seen outside of a `with` block."""
         return next((new for new in _errors_raised() if all(new is not old for old in self._errors_before)), None)
 
     def _finish(self, error: BaseException | None) -> None:

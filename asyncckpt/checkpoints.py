@@ -122,7 +122,7 @@ class CheckpointSummary:
     """One committed checkpoint in short.
 
     kind           "full" or "delta"
-    parents        steps that a delta builds upon, newest first, down to a full one; empty for a full one
+    parents        bases of a delta, newest first, down to a full one; empty for a full one
     compacted      whether it was folded into a full checkpoint after it was saved
     bytes          the size of its own files; a delta needs those of its parents too
     tables         rows per table in its own files, of all ranks
@@ -243,7 +243,7 @@ def describe(path: str | os.PathLike[str], step: int | None = None) -> Checkpoin
 
 
 def _down_to_full(parents: Sequence[int], compacted: Container[int]) -> tuple[int, ...]:
-    """Return the parents that a delta still needs: one that was compacted behind its save is full."""
+    """Return the parents that a delta still needs: one that was compacted after its save is full."""
     end = next((number for number, step in enumerate(parents, 1) if step in compacted), len(parents))
     return tuple(parents[:end])
 

@@ -23,11 +23,10 @@ from asyncckpt.storage.folder import check_place
 def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult:
     """Fold the chain of a delta checkpoint (default: the newest) into a full one of the same step.
 
-    The new checkpoint replaces the old one: loads read only it, later deltas that build upon the step stay valid with
-    shorter chains, and retention may remove what only the old one needed. Nothing is removed here. A step that is
-    already full stays as it is, and the result is `skipped`. A checkpoint of several ranks keeps as many parts. Blocks
-    until the new checkpoint is durable; needs about 300 MiB for chunks and windows, and 8 to 24 bytes per row of the
-    largest table.
+    The new checkpoint replaces the old one: loads read only it, later deltas based on the step stay valid with shorter
+    chains, and retention may remove what only the old one needed. Nothing is removed here. A step that is already full
+    stays as it is, and the result is `skipped`. A checkpoint of several ranks keeps as many parts. Blocks until the new
+    checkpoint is durable; needs about 300 MiB for chunks and windows, and 8 to 24 bytes per row of the largest table.
 
     Raises ConflictError while another process writes to the directory: use the `compact` of its Saver. Nobody sees that
     in a store: there it may run beside a Saver, and raises where that removes the step meanwhile. Also NotFoundError,

@@ -76,7 +76,7 @@ def outcome(event: Event) -> str:
 class TraceFile:
     """Keep a trace of the newest saves in a file, in the JSON of Chrome's trace events, which Perfetto opens.
 
-    path   written anew, by a rename, whenever a save, a compaction or retention has ended
+    path   replaced, by a rename, whenever a save, a compaction or retention has ended
     saves  of how many saves; several Savers may share them
     """
 

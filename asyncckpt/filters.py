@@ -37,8 +37,8 @@ def keep_rows(table: str, predicate: Predicate) -> RowFilter:
 
     predicate: called with the columns of some rows, a mapping of name -> CPU tensor [n, *row_shape], `id` among them;
     returns which rows to keep, bool [n]. It is asked for windows of at most 64 MiB, so it must judge each row by
-    itself; the tensors are copies, so what it writes to them changes nothing.
-    It runs on a background thread. Of several filters of a table, a row must be kept by all.
+    itself; the tensors are copies, so what it writes to them changes nothing. It runs on a background thread. With
+    several filters of a table, a row must be kept by all.
 
     In a delta only rows that were touched are asked for. One that is not kept is taken out of the checkpoint; rows that
     were not touched stay as an earlier save has judged them. What raises or gives no bool per row is a FilterError.

@@ -6,7 +6,7 @@
 Each committed step is yielded once, in ascending order. A step is finished when the next one is requested, or with
 `update.done()`; then the cursor file names it, and a restarted follower continues after it. A step that was not
 finished when the process died is yielded again. Steps that retention removes before they are seen are skipped. When
-training goes back behind what was finished, the newest step of its new history comes, be its number lower or the same.
+training goes back beyond what was finished, the newest step of its new history comes, be its number lower or the same.
 
 The directory is only read: a follower lists the manifests every `poll_seconds` and takes no lock. All files of an
 update are open until it is finished, so retention cannot remove their content meanwhile.

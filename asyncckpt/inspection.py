@@ -125,7 +125,7 @@ def find_rows(path: str | os.PathLike[str], table: str, ids: Sequence[int], step
     """Return rows of a table of a checkpoint (default: the newest) by their ids, int64, without loading the table.
 
     Reads the ids of the table until all are found, then these rows alone; what is read is not checked against digests.
-    Raises as compare; NotFoundError also where there is no such table, UsageError for ids that are none.
+    Raises as compare; NotFoundError also where there is no such table, UsageError for invalid ids.
     """
     import numpy as np
 

@@ -45,7 +45,8 @@ class Loader(WaitsUntilFree):
     tensors          like the Saver's: tensors, arrays and modules are filled in place, other objects get
                      load_state_dict, plain values are returned in LoadReport.values. For a tensor that is spread over
                      ranks (DTensor, ShardedTensor, Sharded), fills this rank's part, whichever rank saved which part
-    parallel         most reading threads; as many as there are cores, or 4, and reads of 4 MiB, are used
+    parallel         most reading threads, but not more than cores (or 4, if those are fewer); each reads 4 MiB at a
+                     time
     filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources. It gets
                      all destinations of the model, as in RecIS, and what the checkpoint has in `.sources` of it.
                      None: everything, under its own name

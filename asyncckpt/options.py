@@ -39,9 +39,9 @@ PARALLEL_MAX = 499  # Files of tables and files of tensors together have numbers
 
 @dataclass(frozen=True)
 class DeltaPolicy:
-    """When a save of kind "auto" is a delta: it is a full checkpoint when any bound would be passed.
+    """Decides when a save of kind "auto" is a delta. It is full when any of these limits would be exceeded.
 
-    deltas_max        deltas behind one full checkpoint; a load reads them all
+    deltas_max        most deltas after a full checkpoint; a load reads all of them
     bytes_share_max   bytes of these deltas together, as a share of the full one's
     seconds_max       age of the full one; None: no bound
     """
@@ -62,12 +62,12 @@ class DeltaPolicy:
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """Which checkpoints stay: those that any of these rules keeps, those that are pinned, and what they build upon.
+    """Which checkpoints stay: those that any of these rules keeps, those that are pinned, and their bases.
 
-    latest       so many of the newest steps, not counting those that were saved half-way (decision 0026)
-    every_steps  the first of every so many steps: of 1000, the first in 0 to 999, the first in 1000 to 1999, ...
-    every_hours  likewise by the time of the commit: the first in every so many hours of UTC
-    best         so many with the best metric, of equal ones the first
+    latest       keep the newest n steps, not counting those that were saved half-way (decision 0026)
+    every_steps  keep the first checkpoint in every n steps: with 1000, the first in 0 to 999, in 1000 to 1999, ...
+    every_hours  likewise by the time of the commit: the first in every n hours of UTC
+    best         keep the n checkpoints with the best metric; ties keep the earliest
     metric       the name of a number in the metadata of every save; nan is never best
     mode         which is best, the "min" or the "max"
     """
@@ -94,7 +94,7 @@ class KeepPolicy:
 
     @staticmethod
     def of(keep: int | KeepPolicy | None, *, has_metadata: bool = True) -> KeepPolicy | None:
-        """Return the policy that was given, or that of so many of the newest; None keeps all. UsageError.
+        """Return the policy that was given, or that of the newest `keep`; None keeps all. UsageError.
 
         has_metadata: whether saves are given metadata, among which a metric could be.
         """
@@ -131,7 +131,7 @@ class KeepPolicy:
 class BusyPolicy:
     """What a call does while a save or load of this process is in flight, and for how long.
 
-    action    "raise" SaveInProgressError, "wait" for its end, "skip" this save, or "queue" it behind saves whose state
+    action    "raise" SaveInProgressError, "wait" for its end, "skip" this save, or "queue" it after saves whose state
               is captured; for whatever may still change the state, a load above all, "queue" waits too
     deadline  seconds that a wait takes, also of "queue" for memory to stage in; then DeadlineError
     """
@@ -147,7 +147,7 @@ class BusyPolicy:
     def of(
         on_busy: OnBusy | BusyPolicy, *, deadline: float = BUSY_DEADLINE_S, actions: tuple[str, ...] = ON_BUSY
     ) -> BusyPolicy:
-        """Return the policy that was given, or named by its action. Raises UsageError if it is none of `actions`."""
+        """Return the policy that was given, or named by its action. Raises UsageError if it is not one of `actions`."""
         policy = on_busy if isinstance(on_busy, BusyPolicy) else BusyPolicy(on_busy, deadline)
         check_choice("on_busy", policy.action, actions)
         return policy
@@ -199,7 +199,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True)
 class UploadOptions:
-    """Where a Saver copies its checkpoints to, behind its saves (docs/object-stores.md).
+    """Where and how a Saver uploads its checkpoints in the background (docs/object-stores.md).
 
     url               a prefix in an object store that is for this directory alone: s3://, gs:// or az://
     parallel          parts of a file that are read and on their way at once, of 16 MiB each (or more: a file has at
@@ -236,8 +236,8 @@ class RankOptions:
     process_group  the ranks are those of this group of torch.distributed, and shard_index and shard_num may be left
                    out. None: several ranks are those of the default group if they are as many, else they find each
                    other by files in the directory
-    peer_deadline  seconds that ranks wait for each other to come to a save, and (at most 30) for a sign of life during
-                   one; then PeerError
+    peer_deadline  seconds that a rank waits for the others to start a save, and (at most 30) for a sign of life during
+                   it; then PeerError
     in_turn        the ranks are Savers of this one process, which save a step one after the other: none waits, each
                    writes its part, and the last one commits
     alone          this process saves by itself, whatever torch.distributed says, also tables of which it holds a part;

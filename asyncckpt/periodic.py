@@ -7,12 +7,12 @@
 
 A checkpoint that is due while another save is in flight is skipped and counted. The next `.step` raises errors of
 background saves. However the `with` block is left, the last step that has ended is saved then, unless it was already.
-If an exception has ended it, the save's metadata says so, for the state may be half a step further:
+If an exception has ended it, the save's metadata tells, for the state may be half a step further:
 
     {"asyncckpt.interrupted": "KeyboardInterrupt", "asyncckpt.half_way": True}
 
-half_way: an optimizer has begun another step, or nobody can tell. Retention does not count such a checkpoint. Of
-several ranks none saves behind an exception but SystemExit: the others are in the middle of a step, and would not come.
+half_way: an optimizer has begun another step, or nobody can tell. Retention does not count such a checkpoint. With
+several ranks none saves after an exception but SystemExit: the others are in the middle of a step, and would not come.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class PeriodicSaver:
         """Note that a training step has ended; return the future if a save was begun.
 
         save: whether this step is saved; None: if it is due. One that is asked for is never skipped: it is captured
-        now, and written behind the one in flight.
+        now, and written after the one in flight.
         """
         step = check_step(step, or_none=False)
         if save is not None:
@@ -161,8 +161,8 @@ class PeriodicSaver:
     def save_now(self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None) -> SaveResult:
         """Save the state as it is now, whether or not it is due, and return when the checkpoint is durable.
 
-        step None: that of the last `.step`; a save of it that is in flight, or has committed, is the one.
-        Waits for what is in flight. Every rank calls it. Raises as Saver.save, and errors of earlier saves behind it.
+        step None: that of the last `.step`; a save of it that is in flight, or has committed, is the one. Waits for
+        what is in flight. Every rank calls it. Raises as Saver.save, and errors of earlier saves after it.
         """
         step = check_step(step)
         if step is not None:
@@ -242,7 +242,7 @@ class PeriodicSaver:
         return True
 
     def _interruption(self, error: BaseException | None) -> Mapping[str, Any]:
-        """Return the metadata of a save behind the end of a loop."""
+        """Return the metadata of a save at the end of a loop."""
         is_changed = self._watch.is_changed
         if error is None:
             return {HALF_WAY: True} if is_changed else {}
@@ -301,7 +301,7 @@ class PeriodicSaver:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Report errors of earlier saves behind this block, which makes another one; or as causes of its error."""
+        """Report errors of earlier saves after this block, which makes another one; or as causes of its error."""
         earlier = self._take_errors()
         try:
             yield

@@ -34,9 +34,9 @@ def remove(
     """Remove these checkpoints for good, all or none, newest first; return their steps, ascending.
 
     Blocks until that is durable and their files are gone. A crash meanwhile leaves each in full or not at all: the
-    newest are gone then. Raises UsageError when a delta that stays builds upon one of them, or one
-    is pinned; NotFoundError when one is not there; ConflictError while another process writes to the directory, or a
-    save of this one needs a step; also CorruptError, IOFailedError. dry_run: remove nothing, and need no lock.
+    newest are gone then. Raises UsageError when one is the base of a delta that stays, or is pinned; NotFoundError when
+    one is not there; ConflictError while another process writes to the directory, or a save of this one needs a step;
+    also CorruptError, IOFailedError. dry_run: remove nothing, and need no lock.
     """
     wanted = {check_step(step, or_none=False) for step in (steps if isinstance(steps, Iterable) else [steps])}
     return _remove(path, lambda there: _all_there(path, wanted, there), even_pinned=even_pinned, dry_run=dry_run)
@@ -48,8 +48,8 @@ def remove_after(
 ) -> list[int]:
     """Remove all checkpoints above a step, which must be there; return their steps, ascending.
 
-    For a run that goes back: what it saves from there on is the only history of the directory. As `remove`, but nothing
-    that stays ever builds upon what goes. Raises ConflictError also while a save of this process is in flight.
+    For a run that goes back: what it saves from there on is the only history of the directory. As `remove`, but what
+    goes is never the base of what stays. Raises ConflictError also while a save of this process is in flight.
     """
     step = check_step(step, or_none=False)
 
@@ -61,8 +61,8 @@ def remove_after(
 
 @uninterrupted
 def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool = False) -> PruneReport:
-    """Remove what a policy (or so many of the newest) does not keep, as a Saver does behind its saves; say why the rest
-    stays.
+    """Remove what a policy (or a number of newest ones) does not keep, as a Saver does after its saves; tell why the
+    rest stays.
 
     dry_run: remove nothing, and need no lock; another process may write to the directory meanwhile. Otherwise raises
     ConflictError then. A damaged checkpoint that would stay does so, but counts for no rule: `report.damaged` says what
@@ -85,7 +85,7 @@ def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool
 
 @uninterrupted
 def pin(path: str | os.PathLike[str], step: int) -> None:
-    """Keep a checkpoint, and what it builds upon, whatever retention says, until `unpin`; durable when it returns.
+    """Keep a checkpoint, and its bases, whatever retention says, until `unpin`; durable when it returns.
 
     Needs no lock, so it works beside a process that writes to the directory. Raises NotFoundError, CorruptError,
     IOFailedError, and ConflictError for a step that is just being removed. After the last two it may be pinned.

@@ -78,7 +78,7 @@ class Saver(Closing):
                             tables are found by asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
                             anything with state_dict() (module, optimizer); or tensors alone, known by their `name` or
-                            position. Read anew at every save. Tables that they hold must be in hashtables
+                            position. Read again at every save. Tables that they hold must be in hashtables
     filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
     on_busy                 what a call does while a save or load is in flight: "raise", "wait", "skip" or "queue"; with
                             a deadline of its own as BusyPolicy("wait", deadline=60). None: save waits, save_async
@@ -87,8 +87,8 @@ class Saver(Closing):
     host_memory_limit       bytes that staging may take in this process; None: a share of what is available. A snapshot
                             that does not fit is saved the blocking way
     keep                    how many of the newest checkpoints stay, or a KeepPolicy; None keeps all
-    upload                  the URL of a prefix in an object store, or UploadOptions: what is committed is copied there,
-                            behind the saves, by rank 0 (docs/object-stores.md); retention keeps what is not yet there
+    upload                  the URL of a prefix in an object store, or UploadOptions: rank 0 uploads what is committed
+                            in the background (docs/object-stores.md); retention keeps what is not yet there
     deltas                  when a save of kind "auto" is a delta, which holds only rows written since its parent; None:
                             never. Tables without marks are then compared row by row, in the background
     filters                 row filters and encodings of asyncckpt.filters, applied in the background
@@ -213,7 +213,7 @@ class Saver(Closing):
         """Fold the chain of a delta (default: the newest step) into a full checkpoint of that step, in the background.
 
         Beside training and saves, without a stall. The future says `skipped` of a step that is full, or gone by then.
-        See asyncckpt.compact for what it does and raises. Of several ranks, rank 0 does it, and the others skip it.
+        See asyncckpt.compact for what it does and raises. With several ranks, rank 0 does it, and the others skip it.
         """
         with self._calls.one_more(self._check_open):
             begun = time.perf_counter()

@@ -1,6 +1,6 @@
 """Put signal handlers off while something is taken, changed or given back.
 
-Python runs signal handlers on the main thread, between two bytecodes, and what they raise comes out there: behind the
+Python runs signal handlers on the main thread, between two bytecodes, and what they raise comes out there: after the
 call that took a lock and before the line that notes it, in the middle of a growth, inside a `finally`. No order of
 lines closes all of these gaps, least of all in other people's code. So:
 
@@ -19,12 +19,12 @@ A Guard is a lock for a few lines that a destructor, a signal handler or a fork 
 The collector runs destructors between any two lines of a thread too, also while it holds a lock. What they call may
 want the same lock, or wait for a thread that does. So:
 
-1. Whoever holds a guard and asks for it once more gets a UsageError at once, instead of a deadlock.
+1. A thread that holds a guard and asks for it once more gets a UsageError at once, instead of a deadlock.
 2. Before a wait for other threads, `check_holds_none` refuses one on a thread that holds any guard.
 3. Finalizers of this library must not fail. They enter by `again`, and do there only what is right in the middle of
    what others do under that guard; or they leave the work to whoever holds it (storage/owner_lock.py).
-4. Whoever has to start a thread for what others wait for does so outside of every guard, for that thread may need
-   them before it says that it has begun; but within one of its own, so that what runs meanwhile waits for nobody.
+4. A thread for what others wait for is started outside of every guard, since it may need them before it says that it
+   has begun; but within one of its own, so that what runs meanwhile waits for nobody.
 5. In a forked child all guards are free: the threads that held them are not there.
 6. While the main thread holds a guard, handlers of signals are put off: an interrupt leaves none held.
 """

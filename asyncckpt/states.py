@@ -72,10 +72,10 @@ def load(
     tables  names of tables to add, or True for all: under its name, each is a dict of its columns, `id` ([rows], int64)
             first, all in the same order of rows; RuntimeWarning for one of which only some shards are there
     device  where tensors and columns go; None: the CPU
-    verify  as of a Loader
+    verify  see Loader
 
-    Of a checkpoint of several ranks, tensors and tables are whole; the tree and its plain values are this rank's, if as
-    many ranks load as have saved, else of all ranks, the lowest first. Waits while a save or load of this process is in
+    If several ranks saved, tensors and tables are whole; the tree and its plain values are this rank's, if as many
+    ranks load as have saved, else of all ranks, the lowest first. Waits while a save or load of this process is in
     flight. Raises NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError, DeviceError, DeadlineError.
     """
     if isinstance(tables, str) or not isinstance(tables, (bool, Collection)):

@@ -92,7 +92,7 @@ def asked(ask: Callable[[], Answer], *, json: bool) -> Answer:
 
 @contextmanager
 def said(what: str) -> Iterator[None]:
-    """Say on a terminal what takes so long; the line goes when it is done."""
+    """Show on a terminal what is running; remove the line when it is done."""
     if not sys.stderr.isatty():
         yield
         return

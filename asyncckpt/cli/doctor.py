@@ -1,6 +1,6 @@
 """The command that tries out what saves to a directory need, and says what to expect of them there.
 
-It leaves nothing behind: of a directory that does not exist, the folder in which it would be made is tried out.
+It leaves nothing behind: if the directory does not exist, it tries the folder in which it would be made.
 """
 
 from __future__ import annotations

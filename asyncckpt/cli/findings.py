@@ -34,7 +34,7 @@ class Finding(Generic[Fact]):
 
 
 class ExitCode(IntEnum):
-    """Of several codes, the smallest except OK is returned."""
+    """If several apply, the smallest except OK is returned."""
 
     OK = 0
     DAMAGED = 1

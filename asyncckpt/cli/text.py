@@ -28,7 +28,7 @@ def print_columns(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right:
 
 
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
-    """Print names and what is said of them, one below the other."""
+    """Print names and their facts, one below the other."""
     known = list(facts)
     width = max(len(name) for name, _ in known)
     for name, fact in known:

@@ -41,7 +41,7 @@ _proven: dict[tuple[str | None, ...], None] = {}
 class Claim:
     """A step of the directory with this identity, and the attempt that is made at it.
 
-    parents: the steps that it builds upon directly; retention must keep them. is_next: no step was asked for.
+    parents: the steps that it is directly based on; retention must keep them. is_next: no step was asked for.
     """
 
     place: tuple[Any, ...]
@@ -115,7 +115,7 @@ class Claims:
             return claim
 
     def needed(self, place: tuple[Any, ...]) -> set[int]:
-        """Return the steps that are being saved or compacted, and those that saves build upon."""
+        """Return the steps that are being saved or compacted, and the bases of saves."""
         claimed = [claim for claim in list(self.held.values()) if claim.place == place]
         return {step for claim in claimed for step in (claim.step, *claim.parents)}
 
@@ -123,7 +123,7 @@ class Claims:
         return [one.attempt.step for one in list(self.held.values()) if (one.place, one.kind) == (place, kind)]
 
     def forget(self) -> None:
-        """Start anew in a forked child, where nothing is saved."""
+        """Start over in a forked child, where nothing is saved."""
         self.held = {}
 
 

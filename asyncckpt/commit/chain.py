@@ -1,15 +1,15 @@
-"""Put a checkpoint together from its chain: a delta, the deltas below it, and the full checkpoint they all build upon.
+"""Put a checkpoint together from its chain: a delta, the deltas below it, and the full checkpoint below all.
 
 A delta pins every parent by step, attempt and digest. A parent is found when
 
-1. its manifest has just that digest and attempt, and what it builds upon itself is what comes next in the chain; or
+1. its manifest has just that digest and attempt, and its own base is what comes next in the chain; or
 2. a compacted checkpoint stands for the manifest of that digest. It is full, so the chain ends there.
 
-Anything else is a CorruptError that prints the chain: what a delta builds upon must not be guessed.
+Anything else is a CorruptError that prints the chain: the base of a delta must not be guessed.
 
 Retention keeps the newest checkpoint that this process has verified, with its chain. It is known by the digest of its
-manifest, so one that somebody removes is none any more, nor is another one that has its step; but one that stands for
-it, compacted, is.
+manifest, so a removed one does not count any more, nor does another one of its step; but the compacted one that stands
+for it does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_chain(root: ReadRoot, step: int) -> Chain:
 
 
 def chain_below(head: ManifestHead, read: Callable[[int], Sealed], *, count: int | None = None) -> list[Sealed]:
-    """Return what a checkpoint builds upon, newest first; CorruptError when the chain is broken.
+    """Return the bases of a checkpoint, newest first; CorruptError when the chain is broken.
 
     read: the manifest of a step, or its head; NotFoundError where there is none. count: how many of them at most.
     """
@@ -64,10 +64,10 @@ def chain_below(head: ManifestHead, read: Callable[[int], Sealed], *, count: int
 
 
 class KnownChain:
-    """What the deltas of one writer build upon.
+    """The bases of the deltas of one writer.
 
-    A delta builds upon the delta before it, and upon what that did. So that one is read and checked, and all below it
-    only looked at: while its files have the names, sizes and versions that they had, it is what was checked before.
+    The bases of a delta are the delta before it, and that one's. So that one is read and checked, and all below it only
+    looked at: while its files have the names, sizes and versions that they had, it is what was checked before.
     """
 
     def __init__(self, root: WriteRoot, heads: KnownHeads) -> None:
@@ -78,7 +78,7 @@ class KnownChain:
         self._versions: list[tuple[Any, ...]] = []
 
     def check(self, head: ManifestHead, *, going: Container[str] = ()) -> None:
-        """Check that all that a delta builds upon is there, with all files, in no folder that goes. CorruptError."""
+        """Check that all bases of a delta are there, with all files, in no folder that goes. CorruptError."""
         is_known = bool(self._found) and all(map(self._is_unchanged, self._found, self._versions))
         # What goes may have been compacted: then it is what stands for it that is needed.
         is_known = is_known and not any(found.folder_name in going for found in self._found)
@@ -96,7 +96,7 @@ class KnownChain:
         self._parents = head.parents
 
     def look(self, parents: Sequence[ParentFacts]) -> list[ManifestHead | None]:
-        """Look, at little cost, whether a delta can build upon these: by names, and at files whose folder has changed.
+        """Look, at little cost, whether these can be a delta's bases: by names, and at files whose folder has changed.
 
         Return the heads, if they were published or read here, of the parents that it has to list: those down to the
         first that is full by now. Raises ConflictError where one is gone. It reads no file, so it may run in a call, on
@@ -143,7 +143,7 @@ class KnownChain:
         return False, head
 
     def is_there(self, parents: tuple[ParentFacts, ...]) -> bool:
-        """Return whether a delta could build upon these; False also when nobody can look."""
+        """Return whether these could be a delta's bases; False also when nobody can look."""
         step = parents[0].step + 1
         facts: dict[str, Any] = {"attempt": "", "created": "", "writer": "", "ranks_count": 1, "metadata": None}
         try:
@@ -164,7 +164,7 @@ class KnownChain:
 
 
 def base_lost(step: int, why: str) -> ConflictError:
-    """Return the error of a delta which has lost the checkpoint of this step, that it would build upon."""
+    """Return the error of a delta which has lost its base, the checkpoint of this step."""
     return ConflictError(
         f"step {step}, which a delta would build upon, is not there any more: {why}",
         hint="save a full checkpoint: kind='full' or 'auto'",
@@ -190,7 +190,7 @@ def _is_end(child: ManifestHead, number: int, sealed: SealedHead) -> bool:
 def _check_rest(
     child: ManifestHead, parent: ParentFacts, rest: tuple[ParentFacts, ...], found: tuple[ParentFacts, ...]
 ) -> None:
-    """Check that a parent builds upon what comes next; where that was compacted, the chain may end earlier."""
+    """Check that what comes next is a parent's base; where that was compacted, the chain may end earlier."""
     if [item.step for item in rest] != [item.step for item in found[: len(rest)]]:
         what = f"it has a gap, its parent step {parent.step} builds upon others"
         raise _broken(child, what, found=_shown(found), expected=_shown(rest))

@@ -1,10 +1,10 @@
 """Find the checkpoints of a directory, and what failed saves left: the manifests are the only truth. Reads, and never
 writes or deletes.
 
-A step may have two manifests: its own, and that of a compacted checkpoint which stands for it. Whoever looks for the
-step takes the compacted one; but its own one where the folder of the other is missing: a writer without a working lock
-had swept it away before the compaction was published, so that was never acknowledged. And its own one where that is not
-what the other was made of: somebody without a working lock, or in a store, has removed the step and saved it anew.
+A step may have two manifests: its own, and that of a compacted checkpoint which stands for it. Readers of the step take
+the compacted one; but its own one where the folder of the other is missing: a writer without a working lock had swept
+it away before the compaction was published, so that was never acknowledged. And its own one where that is not what the
+other was made of: somebody without a working lock, or in a store, has removed the step and saved it again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def look_again(root: ReadRoot, look: Callable[[], T]) -> T:
     """Return what a look at the directory finds and opens, beginning with manifests.
 
     What it misses because retention takes it away, or something replaces it, while it is looked for, is not damaged. So
-    an error counts when nothing has changed meanwhile, but for newer checkpoints. Raises what the last look raises.
+    an error counts when nothing but newer checkpoints has changed meanwhile. Raises what the last look raises.
     """
     for looks_left in reversed(range(LOOKS_MAX)):
         before = set(root.manifests.names())
@@ -183,7 +183,7 @@ class KnownHeads:
     """Heads of manifests by file name, without values, and of metadata only numbers and flags.
 
     Each is read once, and again when another file has its name: another Saver of this process may have removed the step
-    and saved it anew.
+    and saved it again.
     """
 
     def __init__(self, root: WriteRoot) -> None:

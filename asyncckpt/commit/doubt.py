@@ -1,9 +1,9 @@
 """A commit of which nobody knows whether it is durable, and how to find out.
 
 A sync that failed is never repeated and believed: the kernel may drop what it could not write and report success the
-next time. So whoever looks again opens the directory anew, and makes, syncs and removes a new file beside the manifest.
-File systems write names in the order of their changes; when that file and then its folder could be synced, the rename
-before it is durable too. The shard files and the manifest itself were synced before the rename, or nothing was renamed.
+next time. So a second look reopens the directory, and makes, syncs and removes a new file beside the manifest. File
+systems write names in the order of their changes; when that file and then its folder could be synced, the rename before
+it is durable too. The shard files and the manifest itself were synced before the rename, or nothing was renamed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncckpt.storage.directory import io_failed
 class InDoubt(IndeterminateError):
     """An IndeterminateError that other processes can resolve too: it says where to look.
 
-    settle: commits it anew where that replaces nothing, on a commit thread.
+    settle: commits it again if that replaces nothing, on a commit thread.
     """
 
     settle: Callable[[], None] | None = None
@@ -110,9 +110,9 @@ def _refused(doubt: IndeterminateError, hint: str) -> IndeterminateError:
 
 
 def is_committed_whole(path: Place, attempt: Attempt, name: str | None = None) -> bool:
-    """Return whether the checkpoint of an attempt is there, with all it builds upon; then all of it is durable.
+    """Return whether the checkpoint of an attempt is there, with its bases; then all of it is durable.
 
-    name: of its manifest, if not that of every saved step. IOFailedError when that cannot be found out, or made sure.
+    name: its manifest's, if not that of every saved step. IOFailedError when that cannot be found out, or made sure.
     """
     from asyncckpt.commit.chain import chain_below  # Looked at to resolve a doubt only.
 

@@ -1,8 +1,8 @@
 """Recognize what another library has saved, by the names of files, where somebody looks for checkpoints of ours.
 
 A directory without any of ours may hold logs and configurations of a trainer, and is as good as an empty one then. One
-with a checkpoint of another library is not: who restores from it would begin anew without a word. One further down may
-be of another run, so it is only warned of.
+with a checkpoint of another library is not: a restore from it would silently start over. One further down may be of
+another run, so it is only warned of.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ class ImportSource:
 
 
 def statuses(paths: Sequence[Path]) -> dict[Path, Status]:
-    """Return what the system says of files, and of all that is in folders. What is not there when it is asked for, as
-    behind a link that leads nowhere, is no part of a source."""
+    """Return the status of files, and of all that is in folders. Missing ones, such as dangling links, are left out."""
     found: dict[Path, Status] = {}
     for path in paths:
         below = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]

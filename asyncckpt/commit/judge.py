@@ -1,9 +1,9 @@
 """Judge which checkpoints of a directory stay, and which manifests may go, also where some are damaged.
 
 1. Rules choose steps (keep.py); pinned steps and those in use stay too. Each must have its chain and its files in full.
-2. One that has not is damaged. It stays, for it may be mended, with all parents that it names; but it counts for no
+2. One that has not is damaged. It stays, because it may be mended, with all parents that it names; but it counts for no
    rule, so that a sound one stays in its place: choose again.
-3. What builds upon what is only known of manifests that can be read. Where one cannot, all below that step stays.
+3. Bases are only known of manifests that can be read. Where one cannot, all below that step stays.
 
 The rest may go. Nobody looks for damage there: what no rule keeps is not needed. Reads, and never writes or deletes.
 """
@@ -120,7 +120,7 @@ class _Judging:
                 break
 
     def bases_of(self, step: int) -> list[int]:
-        """Return what a step builds upon; of a damaged one all that it names."""
+        """Return the bases of a step; all that a damaged one names."""
         if step in self._chains:
             return [head.step for head in self._chains[step][1:]]
         if step in self.unread or step not in self.damaged:

@@ -1,31 +1,31 @@
 """Remove attempts, with the manifests that name them, and what failed saves left; and keep steps from that by marks.
 
-On a disk, whoever removes holds LOCK, and says so by marks, empty files:
+On a disk, a removal holds LOCK and leaves marks, empty files:
 
 1. Make manifests/.r-<id>-<folder> for each attempt; the id is new, and that of this one removal.
 2. Look once more whether all of them may still go.
-3. Of each, children before what they build upon: unlink its manifest, sync manifests/, remove its folder, and last its
-   mark. Stop at a manifest that cannot be removed.
+3. For each, children before their base: unlink its manifest, sync manifests/, remove its folder, and last its mark.
+   Stop at a manifest that cannot be removed.
 4. Remove the marks that are left, of what stays.
 
-Marks are for those who take no LOCK: who pins a step, and another writer, where a lock works on one host only. Both
-make a file durable, look for marks, and then whether all that they need is there. If the file was there at 2, it is
-seen, and the step stays; if it came later, they see a mark, or that something is gone, and say so.
+Marks are for those who take no LOCK: a process that pins a step, and another writer, where a lock works on one host
+only. Both make a file durable, look for marks, and then whether all that they need is there. If the file was there at
+2, it is seen, and the step stays; if it came later, they see a mark, or that something is gone, and raise.
 
 No crash needs to be undone. One before 3 leaves marks alone. One in 3 has removed the newest of what goes, with or
 without its folder, which no manifest names then: a sweep removes it. So a manifest that is there names a folder that is
-there, and no delta is left without its parents. Whoever takes LOCK removes the marks of those that had it before.
+there, and no delta is left without its parents. The next holder of LOCK removes the marks of earlier ones.
 
 In a store, which has no LOCK, others may remove at the same time: store_removal.py.
 
 Two other empty files keep a step from retention, for as long as it is there:
 
-manifests/<step>.pin. Who pins in vain leaves the file, for another one may have pinned the step by it meanwhile. So may
-a crash.
+manifests/<step>.pin. A pin that fails leaves the file, because another one may have pinned the step by it meanwhile. So
+may a crash.
 
 manifests/.u-<step>-<attempt>, made right before the rename that commits an attempt which goes to an object store, too;
-both are durable together. Whoever uploads the attempt removes it after that. A crash before leaves it, and the next
-writer goes on. Who names the step may remove it all the same.
+both are durable together. The upload of the attempt removes it at its end. A crash before leaves it, and the next
+writer goes on. A removal by name ignores it.
 
 A sweep removes these two where the step or attempt is gone, temporary manifests, and attempt folders that no manifest
 names. Only a manifest of step N can name a folder of step N; as long as one cannot be read, the folders of its step

@@ -42,10 +42,10 @@ def retain(
     protected: Callable[[], Collection[int]] = frozenset,
     dry_run: bool = False,
 ) -> PruneReport:
-    """Remove what no rule keeps, but pinned and protected steps, and what all these and running saves build upon.
+    """Remove what no rule keeps, but pinned and protected steps, and the bases of all these and of running saves.
 
-    What is damaged stays, with all it may build upon, and counts for no rule (judge.py); the report says what. dry_run:
-    only say what would go. One that cannot be removed keeps no other: IOFailedError at the end.
+    What is damaged stays, with all that may be its bases, and counts for no rule (judge.py); the report says what.
+    dry_run: only say what would go. One that cannot be removed keeps no other: IOFailedError at the end.
     """
     damaged: dict[int, str] = {}  # What was found so, and nothing has changed meanwhile.
     removed: set[int] = set()
@@ -140,7 +140,7 @@ def _as_judged(
     batch: Sequence[ManifestHead],
     steps: Collection[int],
 ) -> Callable[[Listing], bool]:
-    """Return whether a batch may go still: what stays is there, and nothing new is of its steps or builds upon it.
+    """Return whether a batch may go still: what stays is there, and nothing new is of its steps or based on it.
 
     Saves may come faster than anybody can look; what else they publish meanwhile only lets more go.
     """
@@ -200,8 +200,8 @@ def remove_steps(
 ) -> list[int]:
     """Remove those of the checkpoints that `choose` names, newest first, durably; return their steps, ascending.
 
-    choose: gets all steps that are there or being saved, ascending, anew at every look. UsageError when one of those is
-    pinned, or a checkpoint that stays builds upon it; ConflictError when a save or a compaction of this process needs
+    choose: gets all steps that are there or being saved, ascending, at every look. UsageError when one of those is
+    pinned, or is the base of a checkpoint that stays; ConflictError when a save or a compaction of this process needs
     it. Then, and when `choose` raises, all stay. A crash leaves those below some step. dry_run: only say what would go.
     """
     removed: set[int] = set()
@@ -238,7 +238,7 @@ def _is_readable(name: str, heads: KnownHeads) -> bool:
 
 
 def _remove_unreadable(root: WriteRoot, heads: KnownHeads, names: Sequence[str]) -> None:
-    """Remove manifests that nobody can build upon, for nobody can read them; their folders are strays then."""
+    """Remove unreadable manifests, which can be no base; their folders are strays then."""
     for name in names:
         root.manifests.remove_file(name)
     if names:
@@ -283,7 +283,7 @@ def _check_may_go(
 
 
 def _steps_below(step: int, heads: KnownHeads) -> set[int]:
-    """Return the steps that a checkpoint builds upon; of a broken chain, all that it names."""
+    """Return the bases of a checkpoint; all that a broken chain names."""
     try:
         head = heads.of_step(step).head
     except UNREADABLE as error:

@@ -66,7 +66,7 @@ class ReadRoot(Protocol):
 class Publication(Protocol):
     """One manifest on its way to its place. Blocking calls are for the threads of commits.
 
-    folder: of the attempt, where its files are written to.
+    folder: the attempt's, where its files are written.
     """
 
     @property
@@ -349,7 +349,7 @@ def _make_root(path: Path, *, exact_modes: bool) -> None:
 
 
 def _sync_parent(path: Path) -> None:
-    """Make the root's own name durable, where its parent may be opened. Whoever made it may have died before that."""
+    """Make the root's own name durable, if its parent may be opened: its maker may have died before that."""
     try:
         parent = Directory.open(path.parent)
     except CheckpointError:

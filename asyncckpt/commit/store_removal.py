@@ -1,14 +1,14 @@
 """Remove attempts in a store, where nobody holds a LOCK, and others may save, remove and sweep at the same time.
 
 1. Announce, and look once more, as on a disk (removal.py).
-2. Decide: rename the marks to manifests/.d-<id>-<folder>, children before what they build upon.
+2. Decide: rename the marks to manifests/.d-<id>-<folder>, children before their bases.
 3. Complete what was decided, children first, as on a disk; also what others have decided, who may have crashed. No step
    is wrong when two do it.
 
 A writer that publishes before the look of 1 is seen there; one that publishes later sees a mark, or that something is
 gone, and does not acknowledge.
 
-What others have announced and not decided is never taken back, for nobody could see that it was: a mark changes its
+What others have announced and not decided is never taken back, because nobody could see that it was: a mark changes its
 name by two requests. It is removed with its folder.
 """
 
@@ -28,8 +28,7 @@ from asyncckpt.format.names import Mark, parse
 def complete_decided(root: StoreRoot) -> None:
     """Complete what others, which may have crashed, have decided to remove. IOFailedError.
 
-    Whoever is going to write does it before anybody looks for the newest step: otherwise training could go on from one
-    that goes later.
+    A writer does it before anybody looks for the newest step: otherwise training could go on from one that goes later.
     """
     remove_in_store(root, KnownHeads(root), (), lambda: True)
 

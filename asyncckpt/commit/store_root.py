@@ -1,6 +1,6 @@
 """A checkpoint directory in an object store, and how a manifest is published there. There are no folders to make.
 
-A PUT that was not answered may still come to its end: until the manifest is found, such a commit is in doubt.
+A PUT that was not answered may still succeed: until the manifest is found, such a commit is in doubt.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 A checkpoint exists from the moment its manifest has its final name; before that, readers do not see it.
 
-1. `begin`: look whether the directory is where it was; sweep what failed saves left (but for a compaction); make
+1. `begin`: look whether the directory is where it was; sweep what failed saves left (not for a compaction); make
    data/<step>-<attempt>/ and sync data/. The shard room writes and syncs files in it, on whichever rank; other ranks
    look at their own files before they say that they are prepared.
 2. `commit` encodes the manifest and proves that readers will accept it (attempt.py).
 3. It syncs the attempt's folder, so that the names of the files are durable; writes manifests/.m-<attempt>, syncs it.
 4. It proves the rest right before the rename: directory, folders and the LOCK are where they were; every file is there
-   by its name with its size, and one that this process wrote is the very same file; what a delta builds upon is there;
+   by its name with its size, and one that this process wrote is the very same file; the bases of a delta are there;
    nobody is about to remove any of it (removal.py); what a compacted one replaces is the manifest that was read.
 5. It marks the attempt for upload, where that is wanted, and renames the manifest to manifests/<step>.json,
    refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is there, gets the name
@@ -18,9 +18,9 @@ A checkpoint exists from the moment its manifest has its final name; before that
    4 and 5. Only now is the save acknowledged.
 
 An error before 5, or a crash, leaves no checkpoint: the attempt is abandoned, and what stays of it is swept later. An
-error from 5 on is an InDoubt, never a plain failure; nothing is removed, and until the directory is opened anew nothing
-more is committed. A sync that failed is never tried again on the same file (doubt.py). In a store the next `begin`
-publishes the manifest once more, which replaces nothing: then the checkpoint is there, or another one of its step.
+error from 5 on is an InDoubt, never a plain failure; nothing is removed, and until the directory is opened again
+nothing more is committed. A sync that failed is never tried again on the same file (doubt.py). In a store the next
+`begin` publishes the manifest again, replacing nothing: then the checkpoint is there, or another one of its step.
 
 #   from        to          done by
 #   begun       committing  commit
@@ -79,8 +79,8 @@ class Commits:
     """What all transactions of one writer have in common.
 
     lock: its share in the directory's LOCK; None where another process holds it. threads: on which blocking calls of a
-    commit run; nothing else may wait there. warn: of what cannot be removed. uploader: where commits are copied to.
-    remembers: whether heads of what is committed are kept, for deltas and retention. said: what stays, and why.
+    commit run; nothing else may wait there. warn: called for leftovers that stay. uploader: where commits are copied
+    to. remembers: whether heads of what is committed are kept, for deltas and retention. said: what stays, and why.
     """
 
     root: WriteRoot
@@ -136,9 +136,9 @@ class Commits:
         self.said[what] = why
 
     def check_not_in_doubt(self) -> None:
-        """Refuse to commit after a commit whose durability is unknown, until the directory is opened anew.
+        """Refuse to commit after a commit whose durability is unknown, until the directory is opened again.
 
-        What the next `begin` can settle is no reason.
+        One that the next `begin` can settle does not count.
         """
         if self.in_doubt:
             check_may_be_settled(self.in_doubt)
@@ -322,7 +322,7 @@ class Transaction:
         )
 
     def _check_stays(self, head: ManifestHead) -> None:
-        """Check that all files are there, and what a delta builds upon, down to a full one; and that all stays."""
+        """Check that all files are there, and the bases of a delta, down to a full one; and that all stays."""
         going = being_removed(self._root)
         if self.attempt.directory in going:
             raise folder_removed(self.place, self._what)
@@ -372,7 +372,7 @@ class Transaction:
 
     def _check_replaced(self, head: ManifestHead, digest: str) -> None:
         """Take a compaction back that stands beside another checkpoint of its step, which somebody without LOCK has
-        removed and saved anew right before the commit. NotFoundError.
+        removed and saved again right before the commit. NotFoundError.
         """
         found = digest
         with contextlib.suppress(NotFoundError):  # Retention may have what it stands for at once.

@@ -1,7 +1,7 @@
 """What the state machines ask for: messages to send, and effects to run.
 
-A machine never does anything itself. Whoever drives it (driver.py, the simulator of the tests) does what the actions
-say, in their order, and reports how the effects ended.
+A machine never does anything itself. Its driver (driver.py, the simulator of the tests) does what the actions say, in
+their order, and reports how the effects ended.
 """
 
 from __future__ import annotations

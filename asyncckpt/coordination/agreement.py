@@ -8,8 +8,8 @@ have the same numbers everywhere. In every round
 3. the others take the answer from there.
 
 So no rank finalizes a call in a round in which another one does not: finalize functions may talk to each other. Rank 0
-waits for nobody unless the round is a blocking one, the others for rank 0. Whoever waits long says so four times per
-deadline (`say_running`); a rank of which nothing is heard for a whole deadline is taken for dead.
+waits for nobody unless the round is a blocking one, the others for rank 0. A rank that waits long reports it four times
+per deadline (`say_running`); a rank of which nothing is heard for a whole deadline is taken for dead.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CALLS_PEER_DEADLINE_S = 600.0  # A rank may train for long before it asks for wh
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a call. running: it has not ended everywhere (or on the rank that says so).
+    """What becomes of a call. running: it has not ended everywhere (or on the rank that reports).
 
-    rank, cause: where it has failed, and why. result: of the rank that says so; those of all ranks must be equal.
+    rank, cause: where it has failed, and why. result: that of the reporting rank; all ranks must have the same.
     """
 
     running: bool = False
@@ -205,7 +205,7 @@ class GroupAgreement:
     def get(self) -> Agreement | None:
         """Return it, or None for a single rank. Every rank asks alike; PeerError when they do not find each other.
 
-        Where torch.distributed was initialised anew, so is the agreement.
+        If torch.distributed was initialised again, the agreement is a new one.
         """
         if own_rank(None, None, self._process_group)[1] == 1:
             return None

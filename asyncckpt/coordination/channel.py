@@ -113,7 +113,7 @@ def close_at_exit(channel: Channel) -> None:
 
 
 def check_own_process(pid: int) -> None:
-    """Raise UsageError in a forked child of the process that has opened a channel: it is no rank."""
+    """Raise UsageError in a forked child of the process that has opened a channel: it is not a rank."""
     if pid != os.getpid():
         raise UsageError("this channel belongs to the parent process", hint="make a new Saver in the child")
 

@@ -1,4 +1,4 @@
-"""Rank 0's second part in a save of all ranks: who decides. A state machine without clock, thread or I/O.
+"""Rank 0's second part in a save of all ranks: it decides. A state machine without clock, thread or I/O.
 
     from        to          on                                     does
     (new)       GATHERING   the call of rank 0

@@ -74,7 +74,7 @@ class Effects(Protocol):
     def stop(self) -> None:
         """Let `write`, without which the call has ended, end soon, if that is possible.
 
-        It is waited for, and never cancelled, for it reads memory that is given back afterwards.
+        It is waited for, and never cancelled, because it reads memory that is given back afterwards.
         """
 
     def is_committed(self, attempt: Attempt) -> bool:
@@ -289,7 +289,7 @@ class _Call:
         return error
 
     async def _abandon(self, attempt: Attempt) -> None:
-        """Abandon after the own files are closed, or they would come back behind the removal."""
+        """Abandon after the own files are closed, or they would come back after the removal."""
         await self._stop_writing()
         await self._effects.abandon(attempt)
 

@@ -1,8 +1,8 @@
 """A channel over files below the checkpoint directory, for ranks that share nothing else.
 
 One file a message, in the folder of its reader (session_files.py), also for what goes to all; readers look again and
-again, with pauses that grow to PAUSE_S_MAX. Folders are opened anew for every look, for that is what makes NFS show
-what others have written. How the ranks find each other: rendezvous.py.
+again, with pauses that grow to PAUSE_S_MAX. Folders are reopened for every look, for that is what makes NFS show what
+others have written. How the ranks find each other: rendezvous.py.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class FileChannel:
     def close(self) -> None:
         """Say that this rank is gone. Rank 0 keeps the session until all are, or CLOSE_S_MAX has passed.
 
-        In a forked child, which is no rank, only the folders are closed.
+        In a forked child, which is not a rank, only the folders are closed.
         """
         if self._closed:
             return
@@ -173,8 +173,8 @@ class FileChannel:
             return self._calls[call]
 
     def _look(self, call: int) -> list[tuple[int, bytes]]:
-        """New messages. Of each sender only those that follow on each other: a listing that is made while files come
-        may show the later one of two alone."""
+        """Return new messages, from each sender only consecutive ones: a listing that is made while files come may show
+        the later one of two alone."""
         read_counts = self._call(call).read_counts
         found: list[tuple[int, bytes]] = []
         with self._opened(inbox_dir(self.rank)) as folder:

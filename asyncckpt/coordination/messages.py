@@ -8,8 +8,8 @@
     outcome    coordinator -> all    how the call has ended
     alive      both ways             nothing new, but I am there
 
-A message from elsewhere is judged before it is believed: what is no message of this protocol is a CorruptError, one of
-another version of it an IncompatibleError.
+A message from elsewhere is judged before it is believed: a message of another protocol is a CorruptError, of another
+version of this one an IncompatibleError.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Prepared:
 class Outcome:
     """How a call ended, and for its rank what it returns.
 
-    attempt: None when none was made, or this rank does not know of one. rank: whose failure or skip it was; None of an
-    aborted call when no one rank is at fault but they contradict each other. notes: of a committed call, those of its
-    publication; empty where a rank did not hear of the commit and found the manifest itself.
+    attempt: None when none was made, or this rank does not know of one. rank: whose failure or skip it was; None for an
+    aborted call when no one rank is at fault but they contradict each other. notes: those of the publication; empty
+    where a rank did not hear of the commit and found the manifest itself.
     """
 
     state: State

@@ -108,7 +108,7 @@ def remove_session(ranks: Directory, session: str) -> None:
 
 @contextlib.contextmanager
 def _opened(root: Directory) -> Iterator[Directory]:
-    """Open the folder of the ranks anew: on NFS that is what makes it show what others have written."""
+    """Reopen the folder of the ranks: on NFS that is what makes it show what others have written."""
     with root.child(RANKS_DIR) as ranks:
         yield ranks
 
@@ -179,7 +179,7 @@ def _missing(missing: list[int], hellos: list[Hello], where: str, *, ranks_count
 
 
 def _session_of(ranks: Directory, hello: Hello) -> str | None:
-    """Return the session that names this process, if there is one. What is no session of ours is passed by."""
+    """Return the session that names this process, if there is one. Other entries are ignored."""
     for name in filter(is_session, ranks.names()):
         try:
             with ranks.child(name) as folder:

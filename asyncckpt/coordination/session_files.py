@@ -1,6 +1,6 @@
 """Files below `ranks/` of a checkpoint directory, where ranks without a process group talk.
 
-    ranks/hello-00001-of-00004-<token>          rank 1 of 4 wants to join; the token is drawn anew by each process
+    ranks/hello-00001-of-00004-<token>          rank 1 of 4 wants to join; each process draws a new token
     ranks/s-<session>/                          a session, made by rank 0
     ranks/s-<session>/roster                    the tokens of the ranks that it is for
     ranks/s-<session>/in-00001/<call>-<from>-<number>

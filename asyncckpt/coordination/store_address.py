@@ -1,7 +1,7 @@
 """How the ranks of a process group meet at a store of their own.
 
 1. Every rank draws the number of this meeting from the group's default store: how many channels it has opened on this
-   group before. All ranks open in the same order, so the numbers are alike, also when a process was started anew.
+   group before. All ranks open in the same order, so the numbers are alike, even if a process was restarted.
 2. Rank 0 of the group starts a TCPStore, leaves a random name in it, and announces its addresses and that name through
    the default store.
 3. The others try the addresses in turn and take the one that leads to a store with that name. An address may lead

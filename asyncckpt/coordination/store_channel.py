@@ -204,7 +204,7 @@ class StoreChannel:
     def close(self) -> None:
         """Say that this rank is gone. Rank 0 keeps the store up until all are, or CLOSE_S_MAX has passed.
 
-        Does nothing in a forked child, which is no rank, and has no thread that speaks to the store.
+        Does nothing in a forked child, which is not a rank, and has no thread that speaks to the store.
         """
         if self._closed or self._pid != os.getpid():
             return

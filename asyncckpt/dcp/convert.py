@@ -60,7 +60,7 @@ from asyncckpt.storage.folder import check_place
 class Converted:
     """What was converted, or would be: names of tensors, values and tables, and how many files.
 
-    bytes: of tensors, or of what was written. tables: those that are left out.
+    bytes: those of the tensors, or those written. tables: those that are left out.
     """
 
     step: int | None

@@ -42,7 +42,7 @@ class DcpFiles:
 
     @property
     def names(self) -> list[str]:
-        """Of the files that were opened."""
+        """The names of the opened files."""
         return sorted(self._files)
 
     def check(self, index: MetadataIndex, *, bytes: int) -> None:

@@ -58,7 +58,7 @@ def values_apart(
 
 
 def facts_of(apart: Mapping[str, FlatState], plan: SavePlan) -> dict[str, ValueFacts]:
-    """Return what a plan depends upon of values that were taken apart."""
+    """Return what a plan depends on of values that were taken apart."""
     written = {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}
     return {
         name: ValueFacts(flat.tree, tuple((t.shape, t.dtype) for t in flat.tensors), is_written=name in written)

@@ -48,7 +48,7 @@ class LocalKeys:
 class ValueFacts:
     """What the plan of a value depends on that holds tensors or arrays: they are blocks, as where a Saver has it.
 
-    is_written: by this rank; of a value that several ranks have, DCP lets one write it.
+    is_written: by this rank; if several ranks have a value, DCP lets one write it.
     """
 
     node: Node

@@ -45,7 +45,7 @@ from asyncckpt.storage.folder import check_place
 
 
 class StorageReader(DcpStorageReader):
-    """Read an asyncckpt checkpoint through dcp.load, whoever wrote it: this package's StorageWriter or a Saver.
+    """Read an asyncckpt checkpoint through dcp.load, written by this package's StorageWriter or a Saver.
 
         dcp.load(state_dict, storage_reader=asyncckpt.dcp.StorageReader("ckpt"))
 
@@ -166,7 +166,7 @@ class StorageReader(DcpStorageReader):
         return stored
 
     def _take_files(self, chain: Chain) -> ChainReader:
-        """Return the open files, which nobody but the caller closes now; opened anew for another read."""
+        """Return the open files, which nobody but the caller closes now; reopened for another read."""
         files = self._files
         if files is not None and files[0] is chain and files[2].detach() is not None:
             self._files = None

@@ -6,7 +6,7 @@ nothing changes its name, shape, dtype or placement, this planner sends no plan:
 1. A rank whose state has the facts of a plan that it has finished before, for the same coordinator, sends the token of
    that plan instead. A planner is not told for which ranks it plans. So the coordinator is taken to be the one that the
    checkpoint's path last had, or the only one that there was; and a rank that plans for itself is its own.
-2. The coordinator plans anew unless all ranks have sent the same token and it knows that. Else it puts in, for every
+2. The coordinator plans again unless all ranks have sent the same token and it knows that. Else it puts in, for every
    token, what that rank had sent when the token was made.
 3. The plans that go out carry the token, and nothing more when no rank had changed.
 4. A rank that sent a token and was not answered (the save has failed) sends its plan in full the next time. So does one
@@ -88,7 +88,7 @@ class SavePlanner(DefaultSavePlanner):
 
     flatten_state_dict, flatten_sharded_tensors, dedup_save_to_lowest_rank  as DCP's, where this torch has them
 
-    Plans of states with ShardedTensors, or other tensors of unknown kinds, are made anew each time. Source of the
+    Plans of states with ShardedTensors, or other tensors of unknown kinds, are made again each time. Source of the
     interface: torch.distributed.checkpoint.DefaultSavePlanner.
     """
 

@@ -4,7 +4,7 @@ Tensors of the staged state are views of an arena. It goes back to the pool when
 keeps one (a planner, another library's writer) keeps it valid.
 
 DCP reads what `stage` returns at once, in its own thread. So copies of devices are waited for, either in `stage`, or
-behind a Future, which newer versions of DCP wait for in that thread.
+through a Future, which newer versions of DCP wait for in that thread.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class AsyncStager(DcpAsyncStager):
     A StorageWriter of this package is one itself. When `stage` returns, the state may be changed and freed: every
     tensor is copied, also those on the CPU, and other objects are deep copies.
 
-    host_memory_limit     as of a StorageWriter
-    device                as of a Saver: scratch_bytes (of use with use_async_staging only), pinned_memory_limit and
-                          streams; the rest of DeviceOptions says nothing here
-    use_async_staging     of tensors on devices, `stage` does not wait for the copies: the streams that are current do,
+    host_memory_limit     see StorageWriter
+    device                see Saver: scratch_bytes (of use with use_async_staging only), pinned_memory_limit and
+                          streams; the rest of DeviceOptions has no effect here
+    use_async_staging     `stage` does not wait for the copies of tensors on devices: the streams that are current do,
                           before they change the state, and other streams must not change it before the staging is
                           completed. dcp.async_save returns an AsyncSaveResponse then. Needs a torch whose DCP has that
 

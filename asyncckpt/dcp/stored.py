@@ -133,7 +133,7 @@ def _metadata(items: dict[str, Any], paths: dict[str, DcpPath], blocks: dict[Met
 
 @dataclass(frozen=True)
 class _Names:
-    """Of one rank's part: the names of its tensors in the order of leaves, its values, and where all of them are."""
+    """One rank's part: the names of its tensors in the order of leaves, its values, and where all of them are."""
 
     tensors: list[str]
     values: dict[str, Json]
@@ -176,7 +176,7 @@ class ValueApart:
         return ValueApart(node, tuple(itertools.islice(values, count)), len(found) - count)
 
     def names(self, name: str) -> list[str]:
-        """Return what its tensors are called, which is no name of a state."""
+        """Return what its tensors are called, which is not a name of a state."""
         return [f"{name}\0{number}" for number in range(self.tensors_count)]
 
 

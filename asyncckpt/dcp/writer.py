@@ -1,7 +1,7 @@
 """A StorageWriter for torch.distributed.checkpoint: its planners and collectives, our files and our commit.
 
     dcp calls               on            here
-    set_up_storage_writer   every rank    begin anew; what an earlier save left open is closed
+    set_up_storage_writer   every rank    start over; what an earlier save left open is closed
     prepare_local_plan      every rank    tensors that cannot be stored are refused, before anything is written
     prepare_global_plan     coordinator   the attempt: directory, lock, step, folder; sent to the ranks in their plans
     write_data              every rank    plain values are encoded, tensors copied into an arena and written, synced
@@ -90,7 +90,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     parallel             most shard files of a rank
     host_memory_limit    bytes that staging may take; None: a share of what is free. Without room, files are written in
                          chunks, and async_save copies into memory that is new each time
-    device               as of an AsyncStager
+    device               see AsyncStager
 
     `dcp.async_save` stages with the writer itself (see AsyncStager) unless another stager is given. The coordinator
     holds the directory's lock from its plan to the commit; a store has none. A writer may be used for many saves, also

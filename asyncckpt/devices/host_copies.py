@@ -4,7 +4,7 @@
     trainer's                                               waits for FENCE ...   step() waits for STEP FENCE
 
 1. The capture adds copies in their order: `on(device).add...`. A copy that overlaps another one comes after it. What
-   the host itself copies behind the call is in `steps` (step_copies.py).
+   the host itself copies after the call is in `steps` (step_copies.py).
 2. `launch` queues all of them. As many as fit, from the last one back, go through scratch memory of the device; the
    others go directly to the host first. The trainer's streams wait for the fence, the host for nothing. Copies of what
    only an optimizer step changes come after the fence; the step waits for them.
@@ -126,7 +126,7 @@ class Pending:
             runtime.hold_back(runtime.current_stream(item.batch.device) if stream is None else stream, item.step_fence)
 
     def end(self) -> None:
-        """Copy no more for steps, and wait for the rest. Whoever waits for the snapshot gets the errors."""
+        """Copy no more for steps, and wait for the rest. Waits for the snapshot get the errors."""
         with suppress(Exception):
             self.steps.drop()
             self.settle()

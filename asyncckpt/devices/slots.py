@@ -1,4 +1,4 @@
-"""Slots of scratch memory, one behind another, each aligned like the memory that it stands for.
+"""Slots of scratch memory, one after another, each aligned like the memory that it stands for.
 
 So copies between a slot and that memory can use wide loads and stores.
 """

@@ -1,4 +1,4 @@
-"""What only a step of an optimizer changes: copied behind the call, and watched until the step.
+"""What only a step of an optimizer changes: copied after the call, and watched until the step.
 
     training     call | forward, backward       | step: copy the rest, wait, compare, then write
     background        | chunk, chunk, chunk ... |
@@ -9,7 +9,7 @@
 3. A step copies what is left of the parts that it is about to write, on all cores, waits for the chunk that is being
    copied, compares the counts, and closes these parts: from here on their memory may change. A table does the same
    before it writes or moves rows of its part for anybody else.
-4. Whoever else has waited for the copies closes all that is open in the same way; at the latest the commit.
+4. Any other wait for the copies, at the latest the commit's, closes all that is open in the same way.
 5. A count that has moved says that something else than a step has written: the save is refused, and names the tensor.
 
 torch counts a write when it has ended. So step 3, on the thread that writes, sees all of them; step 4 sees all but
@@ -76,7 +76,7 @@ def chunks_of(segments: U64, of: I64, watch: Watch) -> list[Chunk]:
 def row_chunks(columns: U64, rows: I64, places: I64 | None, watch: Watch, numbers: Sequence[int]) -> list[Chunk]:
     """Return chunks of at most CHUNK_BYTES that copy rows of columns (source, target, row bytes) to their places.
 
-    places: None: one behind the other.
+    places: None: one after the other.
     """
     count = max(1, CHUNK_BYTES // int(columns[:, 2].sum()))
     if places is None:
@@ -228,7 +228,7 @@ class StepCopies:
         self._wait_copied(self._parts)
 
     def _let_write(self, part: Part) -> None:
-        """Let a table write, which is in the middle of something: handlers of signals run behind that."""
+        """Let a table write, which is in the middle of something: handlers of signals run after that."""
         if not part.is_closed:
             self._wait([part], looks=False)
 
@@ -265,7 +265,7 @@ class StepCopies:
             return None
 
     def _wait_copied(self, parts: Sequence[Part], *, seconds: float | None = None, looks: bool = True) -> bool:
-        """Wait until parts are copied; return whether they are after so many seconds. None: DeadlineError, but late."""
+        """Wait until parts are copied; return whether they are after `seconds`. None: DeadlineError, but late."""
         until = time.monotonic() + (DEVICE_DEADLINE_S if seconds is None else seconds)
         with self._changed:
             while not all(part.is_copied for part in parts):

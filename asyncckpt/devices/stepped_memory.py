@@ -88,7 +88,7 @@ class SteppedMemory:
     def parts_of(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Return the numbers of the optimizers whose memory a step of any optimizer changes, or a piece of it.
 
-        Of what `find` has never been asked for, only the tables count.
+        Without an earlier `find` for it, only the tables count.
         """
         owners: frozenset[int] = frozenset()
         if self._known:
@@ -149,7 +149,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], l
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> Places:
-    """Return the address of every tensor, its bytes, and from its first to behind its last one; 0 where it has no
+    """Return the address of every tensor, its bytes, and from its first to past its last one; 0 where it has no
     address (sparse ones, fakes, what was not made yet).
 
     No tuple for each: thousands of these alive at once would start a full garbage collection.

@@ -63,7 +63,7 @@ class Watch:
         """Watch no longer. Idempotent."""
 
     def await_counts(self) -> None:
-        """Wait while somebody counts a write that is none."""
+        """Wait while the table's own writes still count as those of others."""
 
     def check_unchanged(self) -> None:
         now = self._counts()

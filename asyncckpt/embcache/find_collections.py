@@ -24,8 +24,8 @@ PATH_SHOWN_MAX = 80
 def find_collections(module: object) -> dict[str, EmbCacheCollection]:
     """Return path in the module -> collection; the path of the module itself is "".
 
-    Raises UsageError when it is no module, when it is deeper than 500 or a module in it has more than 500 children, as
-    with RecSDK, or when it holds no collection.
+    Raises UsageError when it is not a module, when it is deeper than 500 or a module in it has more than 500 children,
+    as with RecSDK, or when it holds no collection.
     """
     if not isinstance(module, nn.Module):
         hint = "tensors and other state are saved with asyncckpt.Saver"

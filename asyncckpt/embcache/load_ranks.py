@@ -2,9 +2,9 @@
 
 1. Check: manifests, file sizes, and the tables against ours. Until all of them fit, no table is touched.
 2. Open the files: another process may have removed the step. Then empty the companions that the checkpoint lacks.
-3. Load; of the earlier form one folder per rank, the first into empty tables, the others on top. A table takes just the
+3. Load; in the earlier form one folder per rank, the first into empty tables, the others on top. A table takes just the
    ids it owns, so the number of ranks that saved does not matter.
-4. Check that no id came twice. What fails once the files are open leaves all tables empty, and the error says so.
+4. Check that no id came twice. A failure once the files are open leaves all tables empty, as the error tells.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def prepare_ranks_load(path: Place, saved: SavedTables, *, step: int | None) -> 
 
 @contextmanager
 def emptied_on_error(saved: SavedTables) -> Iterator[None]:
-    """Take all rows out of the tables, half filled as they may be, when the block fails; the error then says so."""
+    """Take all rows out of the tables, half filled as they may be, when the block fails; the error then tells."""
     try:
         yield
     except BaseException as error:

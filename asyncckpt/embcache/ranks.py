@@ -1,7 +1,7 @@
 """Which rank this is, and its ways to the other ranks: one channel for all saves, and one for agreeing on loads.
 
-Both are opened when they are first needed, and anew where torch.distributed was initialised anew. Nothing here is a
-collective (decision 0015).
+Both are opened when first needed, and reopened if torch.distributed was initialised again. Nothing here is a collective
+(decision 0015).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ One folder per rank:
        admit_count/slice.attribute, slice.data      int64 [8, count]; int64 counts in the order of the keys, -1: none
        evict_timestamp/slice_evict_key.data, slice_evict_ts.data    int64 keys of their own order, int64 timestamps
 
-The first number of an attribute is the bytes of one element. Of several timestamps the newest is meant. Ranks merged:
+The first number of an attribute is the bytes of one element. The newest of several timestamps is meant. Ranks merged:
 the same folders straight below path/<table>/, and path/meta.ini, which holds `incremental=True` or `False`.
 """
 
@@ -118,7 +118,7 @@ class RecsdkCheckpoint:
 def read_recsdk_checkpoint(path: Path) -> RecsdkCheckpoint:
     """Find a checkpoint, check all its sizes, and read its keys.
 
-    Raises NotFoundError when this is none; CorruptError naming the file for wrong sizes and counts, missing files and
+    Raises NotFoundError when there is none; CorruptError naming the file for wrong sizes and counts, missing files and
     keys that come twice; UnsupportedError for a part that is not known; IOFailedError.
     """
     with Directory.open(path) as folder:
@@ -187,7 +187,7 @@ def _folders_in(path: Path, known: re.Pattern[str] = _NOTHING, *, no_links: bool
 
 
 def _rank_places(base: Path, table: str) -> tuple[Place, ...]:
-    """Return the folders of the ranks of a table, in their order; none when it is no table."""
+    """Return the folders of the ranks of a table, in their order; none if it is not a table."""
     names = _folders_in(base / table, _RANK)
     if KEY in names:
         raise CorruptError(f"file {str(base / META_FILE)!r} is missing beside the merged table {table!r}")
@@ -236,7 +236,7 @@ def _read_part(base: Path, place: Place) -> StoredPart:
 def _array(
     base: Path, place: Place, dtype: np.dtype[np.generic], *, is_rows: bool, count: int | None = None
 ) -> StoredArray:
-    """Check one slice.attribute and slice.data. count: of the keys that it goes with."""
+    """Check one slice.attribute and slice.data. count: number of keys that it goes with."""
     with folder_below(base, place) as folder:
         attributes = StoredArray(base, (*place, ATTRIBUTE_FILE), INT64, shape=(3 if is_rows else 2,))
         _check_size(folder, ATTRIBUTE_FILE, expected=attributes.bytes)

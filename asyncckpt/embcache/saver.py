@@ -209,7 +209,7 @@ class Saver(Closing):
 
         Any number of ranks may have saved it: each table takes the ids it owns, by their unsigned value modulo the
         number of ranks. Nothing is changed before all checks have passed, on all ranks; a failure after that leaves the
-        tables empty, and the error says so.
+        tables empty, as the error tells.
 
         For RecSDK's files: incremental says that they hold only a part of the rows, which then go on top of those in
         the tables. momentum_slots maps "momentum1", "momentum2" to optimizer slots, or to None to leave one out; by
@@ -310,7 +310,7 @@ class Saver(Closing):
             raise
 
     def _folder(self, target: Place, saved: SavedTables, ranks: Ranks | None, *, may_wait: bool) -> _OpenFolder:
-        """Return the open folder; opened anew for another module, or for ranks that have found each other anew."""
+        """Return the open folder; reopened for another module, or for ranks that have found each other again."""
         known = self._open.get(target)
         if known is not None and known.saved.is_same(saved) and known.ranks is ranks:
             self._open.move_to_end(target)

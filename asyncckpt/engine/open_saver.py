@@ -169,7 +169,7 @@ def make_features(asked: Asked) -> dict[str, SaveFeature]:
 
 @dataclass(frozen=True)
 class OpenSaver:
-    """What a Saver keeps open. lock: of the rank that holds it. finalizer: gives all of it back."""
+    """What a Saver keeps open. lock: only on the rank that holds it. finalizer: gives all of it back."""
 
     target: SaveTarget
     lock: OwnerLock | None
@@ -181,7 +181,7 @@ class OpenSaver:
 
 @uninterrupted
 def open_saver(asked: Asked, features: dict[str, SaveFeature]) -> OpenSaver:
-    """Open the directory, and make the target of all saves. Of several ranks, it waits for the others."""
+    """Open the directory, and make the target of all saves. With several ranks, wait for the others."""
     opened: Opened | None = None
     try:
         ranks: Ranks | None = None

@@ -103,7 +103,7 @@ def encode_sharing(sharing: Sharing) -> bytes:
 
 
 def decode_sharing(fields: Fields, *, leaves_count: int) -> Sharing:
-    """Decode the members of a part with so many leaves; CorruptError for leaves that are not there, or there twice."""
+    """Decode the members of a part; CorruptError for leaves that are not among its leaves_count, or there twice."""
     tied = tuple(
         TiedLeaf(
             name=item.text("name"),

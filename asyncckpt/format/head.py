@@ -1,4 +1,4 @@
-"""The head of a manifest: what it is, of which save, in which files, and upon what it builds; and how it is decoded.
+"""The head of a manifest: what it is, of which save, in which files, with which bases; and how it is decoded.
 
 The order is that of trust: the manifest's own digest, then version and required features, then all else. The name of
 the file says which step the manifest is of, and whether it is a compacted checkpoint's.
@@ -65,7 +65,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class ParentFacts:
-    """A checkpoint that a delta builds upon: its step, its attempt, and the own digest of its manifest, in hexadecimal.
+    """A checkpoint below a delta: its step, its attempt, and the own digest of its manifest, in hexadecimal.
 
     Both pin it: another checkpoint of that step is not the parent.
     """
@@ -77,12 +77,12 @@ class ParentFacts:
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """How long a save has taken, up to where the manifest was written, in microseconds; of several ranks, rank 0.
+    """How long a save has taken until the manifest was written, in microseconds; with several ranks, on rank 0.
 
     called_us   when it was called, UNIX time
     stall_us    how long training waited in the call; None: until the save had ended, it was a blocking one
-    begun_us    so long after the call the background has begun with it: what was before it had ended
-    written_us  so long after the call all shard files were written. The commit comes behind
+    begun_us    how long after the call the background has begun with it: what was before it had ended
+    written_us  how long after the call all shard files were written. The commit comes after that
     """
 
     called_us: int
@@ -96,11 +96,11 @@ class ManifestHead:
     """What differs from save to save.
 
     kind      "full" or "delta"
-    parents   of a delta: its complete chain, newest first, down to a full checkpoint; else empty
+    parents   a delta's complete chain, newest first, down to a full checkpoint; else empty
     files     of all ranks, in their order
     values    the plain values of rank 0
-    replaces  of a compacted checkpoint: the digest of the manifest that it stands for
-    times     None where it is not known: of what was not saved by a Saver, or by an earlier version
+    replaces  the digest of the manifest that a compacted checkpoint stands for
+    times     None if not known: not saved by a Saver, or by an earlier version
     """
 
     step: int

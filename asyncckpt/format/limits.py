@@ -69,7 +69,7 @@ def check_shape(name: str, shape: Sequence[int], *, itemsize: int, extra_dimensi
 
 
 def check_block(spec: BlockSpec) -> None:
-    """Refuse the same of a block, its whole and its stored form. Of a dtype unknown here only the bytes count."""
+    """Refuse the same of a block, its whole and its stored form; only the bytes for a dtype unknown here."""
     stored = known_dtype(spec.dtype)
     for shape in (spec.shape, spec.whole_shape):
         if shape is not None and stored is not None:

@@ -4,8 +4,8 @@ The manifest is one strict JSON file that is the whole truth about one checkpoin
 
     {"format": "asyncckpt", "version": 1, ..., "blocks": [...], "digest": "<xxh3-128 of every byte before this member>"}
 
-Of several ranks, files, values, tables, tree and blocks are rank 0's part of the checkpoint, and "others" are those of
-the other ranks. Every rank renders its own part; whoever commits puts the texts together without looking into them
+With several ranks, files, values, tables, tree and blocks are rank 0's part of the checkpoint, and "others" are those
+of the other ranks. Every rank renders its own part; the committer puts the texts together without looking into them
 (write_manifest.py).
 
 A header is plain safetensors, padded with spaces so that data starts on a page:
@@ -41,7 +41,7 @@ HEADER_ALIGNMENT = 4096
 class BlockFacts:
     """One block as the manifest lists it.
 
-    leaf_digests: of its leaves, 16 bytes each; empty where there is only one, or an earlier version wrote it.
+    leaf_digests: those of its leaves, 16 bytes each; empty where there is only one, or an earlier version wrote it.
     """
 
     placed: PlacedBlock
@@ -117,7 +117,7 @@ class Manifest(SealedHead):
 
 @dataclass(frozen=True)
 class Chain:
-    """The manifests of one checkpoint, newest first: a full one's alone, or a delta's with those of all it builds upon.
+    """The manifests of one checkpoint, newest first: a full one's alone, or a delta's with those of its bases.
 
     Blocks are numbered through all of them.
     """
@@ -138,7 +138,7 @@ class Chain:
 
     @property
     def bytes_total(self) -> int:
-        """Of all shard files."""
+        """The bytes of all shard files."""
         return sum(manifest.bytes_total for manifest in self.manifests)
 
     @cached_property
@@ -181,7 +181,7 @@ def header_length(prefix: bytes, *, file_bytes: int, owner: str) -> int:
 
 
 def decode_header(raw: bytes, *, file_bytes: int, owner: str) -> Header:
-    """Check and decode the header in `raw` (header_length bytes): no gaps, no overlaps, nothing behind the last."""
+    """Check and decode the header in `raw` (header_length bytes): no gaps, no overlaps, nothing after the last."""
     body = loads(raw[8:].rstrip(b" "), owner=f"header of {owner}")
     fields = Fields(body, owner=owner, where="header")
     metadata = body.get("__metadata__", {})

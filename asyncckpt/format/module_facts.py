@@ -46,7 +46,7 @@ def facts_of(metadata: Mapping[str, Any], keys: Iterable[Any], *, owner: str) ->
 
 
 def metadata_of_facts(facts: ModuleFacts, keys: Iterable[Any], *, owner: str) -> OrderedDict[str, dict[str, Any]]:
-    """Return `_metadata` again, the inverse of facts_of but for the order. CorruptError."""
+    """Return `_metadata` again, the inverse of facts_of except for the order. CorruptError."""
     found: OrderedDict[str, dict[str, Any]] = OrderedDict((name, {"version": 1}) for name in implied_modules(keys))
     for name, fact in facts:
         if fact is None:

@@ -153,7 +153,7 @@ def _table(fields: Fields, *, kind: str) -> TableFacts:
 
 
 def _check_files(manifest: Manifest, owner: str) -> None:
-    """Every byte behind a header belongs to exactly one block."""
+    """Every byte after a header belongs to exactly one block."""
     by_file: dict[int, list[PlacedBlock]] = defaultdict(list)
     for block in manifest.blocks:
         by_file[block.placed.file_index].append(block.placed)
@@ -257,7 +257,7 @@ def _check_tables(part: RankPart, owner: str) -> None:
 def _block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -> BlockFacts:
     """Decode one element of `blocks`; CorruptError naming block or field.
 
-    files: of the part that the block belongs to; the first of them is the file of number first_file among all.
+    files: those of the block's part; the first of them is the file of number first_file among all.
     """
     name = fields.text("name")
     size = fields.integer("bytes")
@@ -344,7 +344,7 @@ def _encoding(fields: Fields) -> tuple[EncodingStep, ...]:
 def _stored(
     fields: Fields, dtype: StoredDtype | None, shape: tuple[int, ...], size: int, *, is_encoded: bool
 ) -> tuple[str, int, tuple[int, ...]]:
-    """Dtype, itemsize and shape in the shard file. Of what this version does not know, only the bytes are known."""
+    """Return dtype, itemsize and shape in the shard file; only the bytes count if the dtype is unknown."""
     if not is_encoded:
         return ("", 1, (size,)) if dtype is None else (dtype.stored, dtype.stored_itemsize, dtype.stored_shape(shape))
     stored = Fields(fields.value("stored"), owner=fields.owner, where=f"{fields.where}.stored")

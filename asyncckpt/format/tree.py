@@ -75,7 +75,7 @@ def object_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
 
 
 def empty_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
-    """Return the paths of containers without anything in them, but for those inside of objects."""
+    """Return the paths of containers without anything in them, except those inside of objects."""
     if len(node) == 1 or node[0] == "state":
         return
     if not node[1]:

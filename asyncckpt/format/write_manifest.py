@@ -104,7 +104,7 @@ def check_tables(tables: Sequence[TableFacts]) -> None:
 def extend_body(
     body: BodyTemplate, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
 ) -> BodyTemplate:
-    """Return the body with these tables, and with further blocks behind its own: without rendering those again."""
+    """Return the body with these tables, and with further blocks after its own: without rendering those again."""
     if body.blocks_count + len(blocks) > limits.BLOCKS_MAX:
         limits.check_blocks_count(body.blocks_count + len(blocks))
     check_tables(tables)
@@ -164,7 +164,7 @@ def _without_leaf_digests(text: bytearray, *, first_byte: int) -> bytearray:
     """Return the text of a manifest, or of a part, without the digests of leaves: with them it is too long for readers,
     at some 100 TB. UsageError when it is too long without them.
 
-    first_byte: of the body; metadata, which come before, may look like a block.
+    first_byte: the body's; metadata, which come before, may look like a block.
     """
     text[first_byte:] = _LEAF_DIGESTS.sub(rb"\1", text[first_byte:])
     limits.check_manifest_bytes(len(text))
@@ -176,8 +176,8 @@ def encode_manifest(
 ) -> bytearray:
     """Return the bytes of a manifest file; digests (native.row_begins) go into the holes of the body.
 
-    others: the parts of ranks 1, 2, ... of a checkpoint of several, with their files. All in one buffer: for thousands
-    of blocks it is megabytes, and fresh memory is slow.
+    others: the parts of ranks 1, 2, ... if several saved it, with their files. All in one buffer: for thousands of
+    blocks it is megabytes, and fresh memory is slow.
     """
     if len(head.values) > limits.VALUES_MAX or len(head.parents) > limits.CHAIN_STEPS_MAX:
         limits.check_values_count(len(head.values))

@@ -37,7 +37,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversion:
-    """From where to where, which step (None: the newest; of an import, the next), how, and under which names.
+    """From where to where, which step (None: the newest, for an import the next), how, and under which names.
 
     The one that is a checkpoint directory of ours may be in an object store.
     """
@@ -116,8 +116,8 @@ class ExportReport:
 
     tensors       names of the dense tensors
     rows          of the tables, by name
-    left_out      names of plain values that the format has no place for; left_out_tensors: of dense tensors;
-                  left_out_columns: of columns, `table@column`; tables: of tables
+    left_out      names of plain values that the format has no place for; left_out_tensors, left_out_columns
+                  (`table@column`) and tables: likewise
     shards_count  of tables; None: the format has none
     reused_bytes  of bytes_written: what an export that was killed had written already
     """

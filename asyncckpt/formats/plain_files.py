@@ -43,7 +43,7 @@ class OutArray:
 
 @dataclass(frozen=True)
 class WrittenArrays:
-    """bytes_count: of the files. digests: of what was written, by key."""
+    """The bytes of the written files, and the digests of their content, by key."""
 
     bytes_count: int
     digests: Mapping[str, bytes]
@@ -124,7 +124,7 @@ def write_small_file(folder: Directory, name: str, content: bytes, options: Save
 
 
 def header_entries(arrays: Sequence[OutArray]) -> dict[str, dict[str, Any]]:
-    """Return what a header says of arrays that are one behind the other."""
+    """Return what a header says of arrays that are one after the other."""
     entries: dict[str, dict[str, Any]] = {}
     end = 0
     for array in arrays:

@@ -25,7 +25,7 @@ def tensor_spec(dense: StoredDense) -> BlockSpec:
 
 
 def tensor_source(dense: StoredDense, reader: ChainReader) -> ByteSource:
-    """Return the bytes of a tensor: its blocks one behind the other, or all of it put together from boxes."""
+    """Return the bytes of a tensor: its blocks one after the other, or all of it put together from boxes."""
     ordered = sorted(dense.blocks, key=lambda number: reader.block(number).placed.spec.row_begin)
     end = 0
     for number in ordered:
@@ -44,7 +44,7 @@ def tensor_source(dense: StoredDense, reader: ChainReader) -> ByteSource:
 
 
 class JoinedSources:
-    """The bytes of several sources, (bytes, source), one behind the other."""
+    """The bytes of several sources, (bytes, source), one after the other."""
 
     def __init__(self, parts: Sequence[tuple[int, ByteSource]]) -> None:
         self._parts = parts

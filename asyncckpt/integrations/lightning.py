@@ -3,7 +3,7 @@
     from asyncckpt.integrations.lightning import AsyncCheckpoint
 
     trainer = Trainer(callbacks=[AsyncCheckpoint("ckpt", every_n_train_steps=100)])
-    trainer.fit(model, ckpt_path="last")  # Begins anew where there is nothing to resume.
+    trainer.fit(model, ckpt_path="last")  # Starts from the beginning if there is nothing to resume.
 
 `AsyncCheckpoint` saves through a Checkpointer. What is saved is Lightning's own checkpoint, a dict with the states of
 model, optimizers, schedulers, loops and callbacks, and with the random numbers of every rank. A step has ended when its
@@ -57,8 +57,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
     """Saves a fit to one checkpoint directory, from its first step to its last, and resumes it. See above.
 
     dirpath               the checkpoint directory
-    every_n_train_steps   optimizer steps between saves; None: only behind validations, if there is a `monitor`
-    monitor, mode         the metric that chooses the best step; then steps are saved behind validations, too
+    every_n_train_steps   optimizer steps between saves; None: only after validations, if there is a `monitor`
+    monitor, mode         the metric that chooses the best step; then steps are saved after validations, too
     keep                  how many of the newest stay, and with a monitor the best beside them; None: all
     checkpointing         further arguments of the Checkpointer, by name: {"max_hours": 23}
 

@@ -116,7 +116,7 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
                 os.remove(key)
 
     def _keep(self, key: str) -> None:
-        """Let what is about to be saved again not be removed behind that. A link that was to go goes now."""
+        """Let what is about to be saved again not be removed after that. A link that was to go goes now."""
         if key in self._to_remove:
             self._to_remove = [other for other in self._to_remove if other != key]
             if os.path.islink(key):
@@ -169,7 +169,7 @@ def _check_own(path: str) -> None:
 
 
 class _Saving:
-    """One save to a path, which gets its name when the save is durable, whoever waits for it."""
+    """One save to a path, which gets its name when the save is durable, with or without a wait for it."""
 
     def __init__(self, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         folder, name = os.path.split(path)
@@ -215,7 +215,7 @@ class _Saving:
 def checkpoint_file(path: str | os.PathLike[str]) -> io.BytesIO:
     """Return a checkpoint as a file of torch.save in memory: `Model.load_from_checkpoint(checkpoint_file("ckpt"))`.
 
-    path: as of `load_checkpoint`. Lightning's `load_from_checkpoint` asks no plugin, and reads nothing but files.
+    path: see `load_checkpoint`. Lightning's `load_from_checkpoint` asks no plugin, and reads nothing but files.
     """
     file = io.BytesIO()
     torch.save(AsyncCheckpointIO().load_checkpoint(path), file)

@@ -1,6 +1,6 @@
 """A step that was saved through Hugging Face's Trainer, as a folder for `from_pretrained`.
 
-The model is made anew from the config in the checkpoint, filled, and written by its own `save_pretrained`, because that
+The model is made from the config in the checkpoint, filled, and written by its own `save_pretrained`, because that
 knows how names in memory and in files differ. The folder is there all at once, or not at all.
 """
 
@@ -25,7 +25,7 @@ BEST = "best"
 
 
 class Pretrained:
-    """Class and configs of a model as plain values; empty for a model that is none of transformers."""
+    """Class and configs of a model as plain values; empty unless it is from transformers."""
 
     def __init__(self, model: Any = None) -> None:
         self._model = model
@@ -74,7 +74,7 @@ def export_pretrained(
     tokenizer    a processing class that is saved beside it
 
     Needs memory for the model. ConflictError for a name that is taken; NotFoundError; UnsupportedError for a model that
-    is none of transformers.
+    is not from transformers.
     """
     directory = check_path(path)
     if step == BEST:

@@ -35,7 +35,7 @@ LATEST = -1
 
 
 class CheckpointManager:
-    """Saves in the background every so many steps, and the last one; resumes with the model on any number of ranks.
+    """Saves in the background every `interval` steps, and the last one; resumes with the model on any number of ranks.
 
     dataloader       a loader with a state dict, of every rank its own; or None
     model_parts      the module, or those of a pipeline on this rank, whose names differ
@@ -48,7 +48,7 @@ class CheckpointManager:
     load_only        saves nothing and removes nothing
     arguments        further arguments of the Checkpointer, by name
 
-    Used by all ranks alike. Behind SIGTERM `save` saves the step and ends the process.
+    Used by all ranks alike. After SIGTERM `save` saves the step and ends the process.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class CheckpointManager:
         self._checkpointer.close()
 
     def _load_beside_newer(self, step: int) -> None:
-        """Load a step as `restore` does, on all ranks. Newer ones are no second history here: nothing is saved."""
+        """Load a step as `restore` does, on all ranks. Newer ones may stay: nothing is saved."""
         own = self._checkpointer
         own._check_open()
         with own._together.restoring():

@@ -59,7 +59,7 @@ class TrainerValues:
         self.text, self._loss, self._logged_step = state["json"], state["loss_since_log"], state["logged_step"]
 
     def set_loss(self) -> None:
-        """Let the next log tell the mean since the last one, though the loop has begun anew."""
+        """Let the next log tell the mean since the last one, although the loop has restarted."""
         trainer = self._trainer
         trainer._tr_loss += self._loss
         trainer._total_loss_scalar -= self._loss  # The mean of the run is that of its own steps.

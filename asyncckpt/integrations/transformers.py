@@ -210,7 +210,7 @@ class CheckpointMixin:
     # How it is done.
 
     def _note(self, *, save: bool) -> None:
-        """Note that a step has ended. Behind SIGTERM this saves it and ends the process."""
+        """Note that a step has ended. After SIGTERM this saves it and ends the process."""
         step = self.state.global_step
         if not save and self.args.save_strategy == "no":
             return
@@ -256,7 +256,7 @@ class CheckpointMixin:
         return name if name.startswith("eval_") else f"eval_{name}"
 
     def _keep(self) -> KeepPolicy | None:
-        """Return what save_total_limit means: so many of the newest, and the best beside them."""
+        """Return what save_total_limit means: that many of the newest, in addition to the best."""
         limit = self.args.save_total_limit
         if limit is None or limit <= 0:
             return None
@@ -345,7 +345,7 @@ class Trainer(CheckpointMixin, transformers.Trainer):  # type: ignore[misc, name
 class AsyncCheckpoint(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Gives the Trainer that it is handed to as a callback what CheckpointMixin gives, by the same arguments.
 
-    Belongs into `callbacks=[...]` of the Trainer: UsageError at the begin of training for one that is added later.
+    Belongs into `callbacks=[...]` of the Trainer: UsageError at the start of training for one that is added later.
     """
 
     def __init__(

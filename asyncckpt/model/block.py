@@ -63,7 +63,7 @@ class BlockSpec:
 
     @property
     def alignment(self) -> int:
-        """Bytes of one element in memory: of a number that is stored as a pair, those of both."""
+        """Bytes of one element in memory, or of both that store one number as a pair."""
         is_pair = not self.encoding and len(self.stored_shape) > len(self.shape)
         return self.stored_itemsize * (2 if is_pair else 1)
 
@@ -73,7 +73,7 @@ class BlockSpec:
 
     @property
     def is_box(self) -> bool:
-        """Whether it is a part that is no range of whole rows."""
+        """Whether it is a part that is not a range of whole rows."""
         return self.whole_shape is not None and self.shape[1:] != self.whole_shape[1:]
 
     @property

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its sizes may be more than there is memory for: an error that says so, and of what."""
+"""The sizes in a checkpoint may be more than there is memory for: an error that names what it was needed for."""
 
 from __future__ import annotations
 

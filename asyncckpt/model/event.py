@@ -13,7 +13,7 @@
     none                   save        from the call to the end of the save, with its result or error
                            compaction  the same of Saver.compact
 
-What the call notes is handed on behind the fence; everything else as it ends. Where nobody listens nothing is noted.
+What the call notes is handed on after the fence; everything else as it ends. Where nobody listens nothing is noted.
 """
 
 from __future__ import annotations

@@ -69,12 +69,12 @@ class PruneReport:
     """What retention removes, and why the rest stays.
 
     removed  steps, ascending
-    kept     of every other step, ascending, all that keeps it: rules of the KeepPolicy by their names, "pinned",
-             "in use" by a save of this process or as the newest step that it has verified, "damaged"; else "base of N"
-             for a step that the kept step N builds upon, "perhaps base of N" where the manifest of N cannot be read
+    kept     of every other step, ascending, all that keeps it: rules of the KeepPolicy by their names, "pinned", "in
+             use" by a save of this process or as the newest step that it has verified, "damaged"; else "base of N" for
+             a step that the kept step N needs, "perhaps base of N" where the manifest of N cannot be read
     bytes    of the files that go, also of those that a compacted checkpoint stands for
-    damaged  steps among these that are damaged, with what is wrong: no rule counts them, and all that they may build
-             upon stays
+    damaged  steps among these that are damaged, with what is wrong: no rule counts them, and all that may be their
+             bases stays
     """
 
     removed: tuple[int, ...]
@@ -108,7 +108,7 @@ class LoadReport:
     unexpected    entries of the checkpoint that were not loaded
     fallback_from newer steps that were skipped because they were damaged (fallback=True only)
     rows          rows loaded per table
-    is_empty      whether nothing of what was asked for was loaded; with strict=False, a warning says so, too
+    is_empty      whether nothing of what was asked for was loaded; with strict=False, there is a warning, too
     """
 
     step: int

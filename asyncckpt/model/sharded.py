@@ -46,9 +46,9 @@ class Sharded:
         return [(piece.begin, piece.tensor.shape) for piece in self.pieces]
 
     def is_written_here(self, ranks_count: int) -> bool:
-        """Return whether this rank writes its pieces in a save of so many ranks, unless they agree upon another one.
+        """Return whether this rank writes its pieces in a save of ranks_count ranks, unless they agree otherwise.
 
-        Of a whole that is spread over more ranks than these, the writer of a replica may be one that is not there.
+        If the whole is spread over more ranks than these, the writer of a replica may be missing.
         """
         return self.is_writer or (self.spread_over is not None and self.spread_over > ranks_count)
 

@@ -29,7 +29,7 @@ class ByteSource(Protocol):
 
 @runtime_checkable
 class RestartingSource(ByteSource, Protocol):
-    """A source whose first range need not begin at its begin."""
+    """A source whose first range need not begin at its start."""
 
     def restart(self, at: int) -> int:
         """Return the last place up to `at` where the first range may begin; what is before it is not checked."""

@@ -10,9 +10,9 @@ A save:
 4. `end(ok)`: the save has committed (True) or failed (False). Any thread may call it, long after the fence.
 
 Four kinds of cut can do more. A TracksRows knows which rows were written since an earlier cut. A WatchedCut asks before
-its rows are written, so that they may be copied behind the fence. An OverlaidCut has part of its newest values in a
+its rows are written, so that they may be copied after the fence. An OverlaidCut has part of its newest values in a
 faster level: they overlay the rows of the storage on the way out, and the live table is never flushed. The export of a
-DeferredCut may be deferred behind its fence, so that only its cache level is copied while training waits; its rows are
+DeferredCut may be deferred past its fence, so that only its cache level is copied while training waits; its rows are
 exported later, each as it was at the cut.
 
 A load:
@@ -157,7 +157,7 @@ class RowWatcher(Protocol):
 
 @runtime_checkable
 class WatchedCut(TableCut, Protocol):
-    """A cut of a table that asks before it writes, so that rows may be copied behind the fence, too."""
+    """A cut of a table that asks before it writes, so that rows may be copied after the fence, too."""
 
     def watch(self, watcher: RowWatcher) -> None:
         """Ask it from now on. Before the fence."""
@@ -203,7 +203,7 @@ class CacheCopy:
 
 @runtime_checkable
 class DeferredCut(OverlaidCut, Protocol):
-    """A cut whose export may be deferred behind its fence.
+    """A cut whose export may be deferred past its fence.
 
     1. `be_deferred(...)` before the fence: from then on, the table keeps old values of rows that are about to change.
     2. `fence()`: training goes on.
@@ -378,7 +378,7 @@ def is_overlaid(cut: TableCut) -> TypeGuard[OverlaidCut]:
 
 
 def can_be_deferred(cut: TableCut) -> TypeGuard[DeferredCut]:
-    """Return whether the export of the table can be deferred behind the fence."""
+    """Return whether the export of the table can be deferred past the fence."""
     return _offers_all(cut, DeferredCut)
 
 

@@ -63,7 +63,7 @@ def make_up(shards: Iterable[Shard], wanted: Shard = (0, 1)) -> bool:
 
 
 def _share(one: Shard, other: Shard) -> Fraction:
-    """Return which share of all ids is in both: of all pairs of their buckets, those that have ids in common."""
+    """Return which share of all ids is in both, summed over the pairs of their buckets with ids in common."""
     (begin, end, size), (other_begin, other_end, other_size) = buckets_of(one), buckets_of(other)
     common = math.gcd(size, other_size)
     rounds, left = divmod(end - begin, common)

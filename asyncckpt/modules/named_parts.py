@@ -35,7 +35,7 @@ _MORE_PLAIN = (set, frozenset, slice, range, torch.dtype, torch.Size, torch.devi
 class Values:
     """A dict or list of plain values as an object with a state dict, so that a load changes the container itself.
 
-    known: see `filled`; of all containers of one load.
+    known: see `filled`; shared by all containers of one load.
     """
 
     def __init__(self, values: Any) -> None:

@@ -123,7 +123,7 @@ FLOAT32, FLOAT16, BFLOAT16 = range(3)
 
 @dataclass(frozen=True)
 class FloatRows:
-    """The memory of rows of numbers: row r begins r * width numbers behind `address`; kind is FLOAT32, ..."""
+    """The memory of rows of numbers: row r begins r * width numbers after `address`; kind is FLOAT32, ..."""
 
     address: int
     width: int
@@ -261,7 +261,7 @@ class Core(Protocol):
         ...
 
     def digest(self, spans: U64, *, threads: int = 1, leaves: bool = False) -> U8:
-        """Return digests, uint8 [n, 16], of spans, uint64 [n, 2] of (address, bytes); leaves: as of `drain`."""
+        """Return digests, uint8 [n, 16], of spans, uint64 [n, 2] of (address, bytes); leaves: see `drain`."""
         ...
 
     def digester(self) -> Digester: ...

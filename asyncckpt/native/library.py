@@ -229,7 +229,7 @@ class _Window:
 class NativeMemory:
     """A mapped region; see contract.Memory. Forked children do not have it and must not access it.
 
-    The core writes the address to where the finalizer finds it: whatever is raised behind a call, the region is known.
+    The core writes the address to where the finalizer finds it: whatever is raised after a call, the region is known.
     """
 
     def __init__(self, library: ctypes.CDLL, bytes: int) -> None:

@@ -16,7 +16,7 @@ _STORED: dict[int, Any] = {FLOAT32: np.float32, FLOAT16: np.float16, BFLOAT16: n
 
 
 def update_rows(update: RowUpdate, rows: I64) -> None:
-    """Do what Core.update_rows says; `rows` and the update are checked but for the range of rows."""
+    """Do what Core.update_rows says; `rows` and the update are checked, except the range of rows."""
     if rows.size and (int(rows.min()) < -1 or int(rows.max()) >= update.rows_count):
         raise ValueError("a row to update is neither -1 nor one of the rows")
     places = np.flatnonzero(rows >= 0)

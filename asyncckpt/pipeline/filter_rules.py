@@ -63,7 +63,7 @@ RowFilter = KeepRows | EncodeBlocks
 def check_filters(filters: Iterable[RowFilter], tables: Mapping[str, TableSchema]) -> tuple[RowFilter, ...]:
     """Return the filters of a Saver over these tables, companions among them; UsageError for one that fits no save.
 
-    What is no column of a table may be a dense tensor; these are known, and checked, when a save is made.
+    Any other name may be a dense tensor; these are known, and checked, when a save is made.
     """
     if isinstance(filters, str) or not isinstance(filters, Iterable):
         raise UsageError("filters are no list", found=type(filters).__name__, expected="a list of asyncckpt.filters")

@@ -40,7 +40,7 @@ class BlockData(Protocol):
 class StagedBlock:
     """A block as it was at the cut, or as the user's filter function left it.
 
-    number: in the plan; None: of a table in a region. replaced: the filter function gave other values
+    number: in the plan; None in a table's region. replaced: the filter function gave other values
     """
 
     spec: BlockSpec
@@ -51,7 +51,7 @@ class StagedBlock:
 
 @dataclass(frozen=True)
 class StagedColumn:
-    """A column of a table. spec: of all of it, no part; shape (rows, *row_shape). blocks: in the order of their rows"""
+    """A column of a table. spec: the whole column's, shape (rows, *row_shape). blocks: in the order of their rows"""
 
     spec: BlockSpec
     blocks: tuple[StagedBlock, ...]
@@ -77,7 +77,7 @@ class StagedColumn:
         return torch.cat(found) if found else self.blocks[0].data.rows(0, 0)
 
     def chosen_rows(self, positions: I64 | None, begin: int, end: int) -> torch.Tensor:
-        """Return rows [begin, end) of those at ascending positions (None: of all), side by side.
+        """Return rows [begin, end) of those at ascending positions (None: all rows), side by side.
 
         At most CHUNK_BYTES of the column are fetched at once.
         """
@@ -104,7 +104,7 @@ class StagedColumn:
 class StagedTable:
     """A table as it was at the cut.
 
-    facts:   name, shard and whether it is whole; the numbers of rows are found anew
+    facts:   name, shard and whether it is whole; the numbers of rows are found again
     columns: `id` first
     kept:    positions of the rows that are saved, ascending; None: all
     removed: ids that this save takes out of what its parents hold; none in a full one

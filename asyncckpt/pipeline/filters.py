@@ -124,7 +124,7 @@ def _with_data(spec: BlockSpec, data: Any, owner: str) -> BlockSpec:
 def _check_whole(filtered: Sequence[FilteredBlock], planned: Sequence[BlockSpec], owner: str) -> None:
     """Refuse a name twice, a part of a split block missing or unlike its other parts, a table without its ids.
 
-    Of a tensor that is spread over ranks, all parts of this rank.
+    All of this rank's parts of a tensor that is spread over ranks must be there.
     """
     places = Counter((item.spec.name, item.spec.begin) for item in filtered)
     twice = next((name for (name, _), count in places.items() if count > 1), None)

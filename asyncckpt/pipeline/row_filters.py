@@ -221,7 +221,7 @@ def _with_rows(table: StagedTable, mask: BOOL, records: tuple[dict[str, Any], ..
 class _Copies(Mapping[str, torch.Tensor]):
     """Columns by name, each copied when it is first asked for.
 
-    A predicate that writes to its rows must reach neither the checkpoint nor the arena, which later saves build upon.
+    A predicate that writes to its rows must reach neither the checkpoint nor the arena, which later saves reuse.
     """
 
     def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:

@@ -187,7 +187,7 @@ register_at_fork(after_in_child=_start_anew_in_child)
 
 
 def register_at_exit(function: Callable[[], None]) -> None:
-    """Let a function run before the interpreter joins threads. What atexit has runs behind that."""
+    """Let a function run before the interpreter joins threads. What atexit has runs after that."""
     register = getattr(threading, "_register_atexit", None)  # Private; Python 3.10 to 3.14 have it.
     if register is not None:
         try:
@@ -211,7 +211,7 @@ register_at_exit(_await_begun)
 
 @atexit.register
 def _join_all() -> None:
-    """Wait for threads that handlers of the exit have started: it runs behind all that were registered after it."""
+    """Wait for threads that handlers of the exit have started: it runs after all that were registered after it."""
     names = {pool._name for pool in _pools}
     for thread in threading.enumerate():
         if thread.name in names and thread is not threading.current_thread():

@@ -56,7 +56,7 @@ class Contents:
     values       the plain ones by path
     tree         of the reader's own rank, or of all
     leaf_paths   the paths of all tensors in `tree`
-    sure_paths   those that any reader's state has: of the own rank, or those that all ranks have
+    sure_paths   those that any reader's state has: the own rank's, or those that all ranks have
     unreadable   names of tensors whose dtype this version does not know, and the dtype
     shared       of memory that several tensors lie in: its bytes, and by path where in it they are
     classes      names of those of the objects at these paths, as far as they are known

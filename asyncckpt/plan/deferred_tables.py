@@ -1,4 +1,4 @@
-"""The shard files of tables that are exported behind the fence, window by window.
+"""The shard files of tables that are exported after the fence, window by window.
 
 Such a table has a file of its own, and its columns are cut into blocks of the same rows, one of each column a window.
 The blocks of a window lie together, so that a window leaves in one piece and in whatever order the table asks for; and
@@ -6,7 +6,7 @@ its rows are a number that makes every window begin on a page, as direct writes 
 
     header | window 0: columns, widest elements first | window 1: ... | last window, shorter
 
-The copy of the table's cache level has its place in the arena, behind the image of the other shard files.
+The copy of the table's cache level has its place in the arena, after the image of the other shard files.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _bytes_of_row(spec: BlockSpec) -> int:
 
 
 def _window(numbers: Sequence[int], blocks: Sequence[PlacedBlock]) -> Window:
-    """Return the window that consists of these blocks, which lie one behind the other."""
+    """Return the window that consists of these blocks, which lie one after the other."""
     begin = blocks[numbers[0]].offset
     return Window(
         offset=begin,

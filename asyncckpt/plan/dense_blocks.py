@@ -45,7 +45,7 @@ class TensorPieces:
         return TensorPieces(self.tensor[wanted], self.source_offset[wanted], self.place[wanted], self.bytes[wanted])
 
     def rows(self, number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows that a piece is; of the tensor's own memory."""
+        """Return the rows that a piece is, in the tensor's own memory."""
         tensor, size = tensors[int(self.tensor[number])].detach(), int(self.bytes[number])
         if size == tensor.nbytes:
             return tensor
@@ -59,7 +59,7 @@ class CopyWays:
     """How tensors are copied, by their numbers: int64 [n] each.
 
     way: by address, from the device of this number or (BY_HOST) from memory of the host; or BY_TORCH, for strides and
-    other kinds of devices. spans: bytes from the first element to behind the last one; 0 of what is not copied.
+    other kinds of devices. spans: bytes from the first element to past the last one; 0 of what is not copied.
     """
 
     way: I64

@@ -1,6 +1,6 @@
 """The layout of shard files: which file every block goes to, at which offset, and where in an arena its bytes are.
 
-A file is a header and its blocks, one behind the other. In a file, arrays are ordered by element size (largest first),
+A file is a header and its blocks, one after the other. In a file, arrays are ordered by element size (largest first),
 so that every array starts aligned although safetensors allows no gaps. What a file's bytes are written from is a list
 of extents of an arena:
 
@@ -153,7 +153,7 @@ def plan_apart(
 def place_files(
     specs: Sequence[BlockSpec], members_of_files: Sequence[Sequence[int]], *, rank: int, first_file: int
 ) -> tuple[list[FilePlan], tuple[PlacedBlock, ...]]:
-    """Render the header of every file, and put its blocks one behind the other; every block is in one file."""
+    """Render the header of every file, and put its blocks one after the other; every block is in one file."""
     keys = unique_names(map(key_of, specs))
     placed: dict[int, PlacedBlock] = {}
     files = []
@@ -180,7 +180,7 @@ def split_rows(spec: BlockSpec, *, bytes_max: int | None = None, unit: int = 1) 
 
 
 def parts_of(spec: BlockSpec, rows: int) -> list[BlockSpec]:
-    """Return a block in parts of so many rows, the last one of fewer."""
+    """Return a block in parts of `rows` rows, the last one of fewer."""
     count = spec.shape[0]
     return [spec.part(begin, min(begin + rows, count)) for begin in range(0, count, rows)]
 

@@ -1,9 +1,9 @@
 """The facts of leaves: everything that the image depends on, and everything that makes a raw copy safe.
 
-Type, shape, dtype, whether it is dense, on the host or a view that stands for other values; of what is not plain memory
-of the host also strides, device, layout and conjugation. They are read by torch's own calls, some tensors at a time:
-then what one call has brought into the processor's caches is there for the next ones, and few tuples live at once,
-thousands of which would start a full garbage collection.
+Type, shape, dtype, whether it is dense, on the host or a view that stands for other values; for anything but plain host
+memory also strides, device, layout and conjugation. They are read by torch's own calls, some tensors at a time: then
+what one call has brought into the processor's caches is there for the next ones, and few tuples live at once, thousands
+of which would start a full garbage collection.
 
 Tensors may change at any moment, on other threads and in signal handlers. So their storages are read, and held, before
 the facts, and their addresses after these: an address within a storage that is held is that of memory which stays.
@@ -230,7 +230,7 @@ class LeafMemory:
 
 
 def _apart(groups: Sequence[Sequence[int]], begins: U64) -> list[list[tuple[int, int]]]:
-    """Return what sharing follows from: of each group, how far the memory of its leaves is apart."""
+    """Return what sharing follows from: how far the memory of the leaves of each group is apart."""
     bases = [min(int(begins[leaf]) for leaf in group) // ALIGNMENT * ALIGNMENT for group in groups]
     return [
         [(leaf, int(begins[leaf]) - base) for leaf in group] for group, base in sorted(zip(groups, bases, strict=True))

@@ -9,7 +9,7 @@ By their addresses, what is tied is stored once, what overlaps is told apart:
                                              which fused steps ask for (torch.channels_last)
 
 Left out are leaves that are spread over ranks, or lie on devices whose addresses mean nothing here; conjugated and
-negated views; and, but for tied ones, leaves with several elements in one place (other than by a stride of 0), and
+negated views; and, except tied ones, leaves with several elements in one place (other than by a stride of 0), and
 memory that is larger by over 16 MiB than all that lies in it.
 
 Of tied leaves the one with the smallest path is stored. So ranks that tie different ones of them, and write each
@@ -44,7 +44,7 @@ is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a strided tensor are its memory, one behind the other."""
+    """Return whether the values of a strided tensor are its memory, one after the other."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
@@ -107,7 +107,7 @@ def check_extent(tensor: torch.Tensor, name: str) -> None:
 
 
 def sharing_of(flat: FlatState, memory: LeafMemory, names: Sequence[str]) -> Sharing:
-    """Return what leaves share; names: of all leaves."""
+    """Return what leaves share. names: those of all leaves."""
     grouped, begins = {leaf for group in memory.overlapping for leaf in group}, memory.begins
     groups = memory.overlapping + [[leaf] for leaf in memory.turned if leaf not in grouped]
     if not groups:
@@ -168,12 +168,12 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first to behind the last element."""
+    """Return the bytes from the first to past the last element."""
     return span(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements of memory there are from the first to behind the last one; 0 where there are none."""
+    """Return how many elements of memory there are from the first to past the last one; 0 where there are none."""
     if not math.prod(shape):
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -62,7 +62,7 @@ class Offer:
     """What could be loaded: every destination with its source.
 
     lacking    destinations that the checkpoint has not, with a source of their own name
-    elsewhere  leaves that are no destinations unless a filter names them: the checkpoint has a tensor of their name,
+    elsewhere  leaves that are not destinations unless a filter names them: the checkpoint has a tensor of their name,
                in a state nested otherwise
     absent     objects that the checkpoint has not
     """
@@ -238,7 +238,7 @@ def _renamed_tree(node: Node, path: Path, new: Mapping[Path, Key], odd: Mapping[
 
 
 def _plain_metadata(item: Rebuilt, metadata: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield what is said of modules under the names that they have in a target; a wrapper is before what it wraps."""
+    """Yield the facts of modules under the names that they have in a target; a wrapper is before what it wraps."""
     own: Mapping[str, Any] = module_metadata(item.tree) or {}
     names = PlainNames(item.owner)
     for stored, local in metadata.items():

@@ -139,9 +139,9 @@ def make_load_plan(
 ) -> LoadPlan:
     """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense.
 
-    cast: targets of other dtypes fit if these can be cast.
-    left_out: returns tables that modules of the targets hold, and are no destinations. With strict they do not fit a
-    checkpoint with tables that nothing takes. is_part: other directories hold the rest of the tables.
+    cast: targets of other dtypes fit if these can be cast. left_out: returns tables that modules of the targets hold,
+    and that are not destinations. With strict they do not fit a checkpoint with tables that nothing takes. is_part:
+    other directories hold the rest of the tables.
     """
     if strict:
         _check_readable(contents, chain.step)
@@ -206,8 +206,8 @@ class _Match:
     """The loads of destinations from sources of a checkpoint; `absent` names the columns that stay as they are filled
     for new rows.
 
-    problems: what does not fit. passing: what does not with `strict` alone. of_objects: of what would be given to
-    objects. could_be_cast: whether `cast` would make something fit.
+    problems: what does not fit. passing: what does not with `strict` alone. of_objects: likewise for what objects would
+    get. could_be_cast: whether `cast` would make something fit.
     """
 
     def __init__(

@@ -2,9 +2,8 @@
 
 In place are plain tensors, arrays, this rank's boxes of tensors that are spread, and the tensors of modules (whose
 load_state_dict is called afterwards, with the same tensors, so that its hooks run). Extra states of modules have the
-form that was stored: tensors that the module's own ones have not, or in another shape, are made anew. Other objects
-with load_state_dict (optimizers, schedulers) get a state dict made anew from the checkpoint, because a fresh optimizer
-has no tensors yet.
+form that was stored: tensors that the module has not, or in another shape, are new. Other objects with load_state_dict
+(optimizers, schedulers) get a new state dict, made from the checkpoint, because a fresh optimizer has no tensors yet.
 Its tensors are whole ones, but
 
 1. where the object's own state has a spread tensor (DTensor, ShardedTensor, Sharded) of the stored shape and dtype at
@@ -125,8 +124,8 @@ class DenseTargets:
     """All dense targets. `values` are the paths of plain values the caller wants back, `empty` those of containers
     without anything in them.
 
-    scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can
-    write to; the caller gets them back as values. leaf_paths: of all tensors in the state, in its order. state_dicts:
+    scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can write
+    to; the caller gets them back as values. leaf_paths: those of all tensors in the state, in its order. state_dicts:
     those of torch that say something of modules, outside of objects.
     """
 
@@ -218,7 +217,7 @@ def dense_targets(
 
 
 def _state_dicts(own: Any, node: Node, path: Path) -> Iterator[Rebuilt]:
-    """Return the state dicts of torch in a state, with their tensors. node: of it."""
+    """Return the state dicts of torch in a state, with their tensors. node: the state's."""
     if len(node) == 4:
         tensors = {
             (*path, key): own[key_value(key)] for key, child in zip(node[1], node[2], strict=True) if child == TENSOR
@@ -234,7 +233,7 @@ def _state_dicts(own: Any, node: Node, path: Path) -> Iterator[Rebuilt]:
 
 
 def _check_lasting(flat: FlatState) -> None:
-    """Raise UsageError for a tensor that its mapping makes anew at each look: what fills it would be lost."""
+    """Raise UsageError for a tensor that its mapping makes at each look: what fills it would be lost."""
     for path, mapping, key, tensor in flat.given:
         if mapping[key] is not tensor:
             raise UsageError(
@@ -254,7 +253,7 @@ def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:
 
 
 def _rebuilt(flat: FlatState, state: Mapping[str, Any]) -> dict[Path, Rebuilt]:
-    """Return the objects with a state dict by their paths, but for those inside of others, which load them."""
+    """Return the objects with a state dict by their paths, except those inside of others, which load them."""
     found: dict[Path, Rebuilt] = {}
     for path, owner in flat.stateful:
         if owner_of(path, found) is not None:

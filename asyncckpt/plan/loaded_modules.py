@@ -5,7 +5,7 @@ itself.
 
 Some modules take tensors of other shapes than theirs: those that size buffers when they have seen data, or had other
 ones in an earlier version, and see to it in a `_load_from_state_dict` or a hook of their own, as torch.ao's observers.
-Nobody says so of a module, so it is tried on a copy of it, before anything is filled.
+A module does not declare it, so it is tried on a copy, before anything is filled.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ it, is one of these.
 
 An optimizer gets moments by the numbers of parameters. They are those of other parameters where the stored names have
 another order, or the stored shapes fit in another order only. Its class is another one where the stored names of its
-classes, or the options of its groups, say so; what a newer version of torch adds to a class, and what a program or a
+classes, or the options of its groups, differ; what a newer version of torch adds to a class, and what a program or a
 scheduler adds to a group, does not. Of schedulers that are not torch's nobody can tell, nor by how many groups there
 were: one may have been made before its optimizer got the last ones.
 """
@@ -213,7 +213,7 @@ def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown:
 
 
 def _other_shapes(own: torch.optim.Optimizer, parameters: Mapping[Any, Any], state: Any) -> Iterator[str]:
-    """Return that states have not the shapes of parameters: of those that always have, or in another order only."""
+    """Return states without their parameters' shapes, if they always have these, or have them in another order."""
     found: dict[Any, dict[Any, tuple[int, ...]]] = defaultdict(dict)
     for number, entries in state.items() if isinstance(state, Mapping) else ():
         if number in parameters and isinstance(entries, Mapping):

@@ -111,7 +111,7 @@ def _same_bytes(one: StoredDense, other: StoredDense, chain: Chain) -> bool | No
 
 
 def _form(source: StoredDense, chain: Chain) -> tuple[list[Any], list[bytes]]:
-    """Return what a stored tensor consists of but for its values, and the digests of these."""
+    """Return what a stored tensor consists of except its values, and the digests of these."""
     blocks = sorted((chain.blocks[number] for number in source.blocks), key=lambda block: block.placed.spec.begin)
     specs = [block.placed.spec for block in blocks]
     form = [(source.shape, spec.begin, spec.shape, spec.dtype, spec.encoding) for spec in specs]

@@ -2,8 +2,8 @@
 the shard files of that.
 
 In an arena that keeps its regions from save to save, a row stays at its place, so that a later snapshot copies only
-what was written since. The room behind the rows of a column goes to those tables that have grown most. The files are
-planned behind the fence, when the rows are known (RegionFilesCache).
+what was written since. The room after the rows of a column goes to those tables that have grown most. The files are
+planned after the fence, when the rows are known (RegionFilesCache).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class RegionCache:
 
 
 def plan_regions(wishes: Sequence[RegionWish], *, room: Sequence[int] | None = None) -> Regions:
-    """Put the tables one behind the other; `room` is how many rows more than wished each gets."""
+    """Put the tables one after the other; `room` is how many rows more than wished each gets."""
     at = 0
     tables = []
     for number, wish in enumerate(wishes):

@@ -1,7 +1,7 @@
-"""Other names for what is converted: of tables, dense tensors and values, OLD -> NEW.
+"""Other names for converted tables, dense tensors and values, OLD -> NEW.
 
-OLD is a name, or what names begin with up to a dot: `encoder` means `encoder` and `encoder.weight`; of several that
-fit, the longest counts. A tensor stays in the mapping that it is in, where there are mappings in mappings.
+OLD is a name, or what names begin with up to a dot: `encoder` means `encoder` and `encoder.weight`; the longest that
+fits counts. A tensor stays in the mapping that it is in, where there are mappings in mappings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The plan of a save, cached: as long as nothing changes its shape, a save reads addresses and nothing else.
 
 Tables that have regions in the arena (regions.py) are left out: what a save writes of them changes with every row, and
-is planned behind the fence.
+is planned after the fence.
 
 `PlanCache.plan` compares the state's facts (leaf_facts.py) with those of the plan it made last, and which leaves share
 memory; or leaves that to the capture, which has to look in any case. For thousands of tensors making a plan takes a
@@ -48,7 +48,7 @@ class CutTable:
 
     @property
     def shard(self) -> Shard:
-        """As the manifest records it: of a table that owns its ids by another rule than their modulo, nothing."""
+        """As the manifest records it: nothing for a table that owns its ids by another rule than their modulo."""
         return (0, 1) if owns_ids(self.table) else self.table.shard
 
 
@@ -56,11 +56,11 @@ class CutTable:
 class SavePlan:
     """Blocks in manifest order with their image, and what of the live state fills each one.
 
-    sharing: tied leaves have no blocks. classes: names of those of the tree's objects, one item for each.
-    columns: the first blocks of the image, by number: (table number, column name). pieces: the other ones, dense, as
-    pieces of FlatState.held; ways: how these are copied; facts: theirs; memory: which of them share it, None where that
-    does not matter. deferred: the blocks of these tables come behind those of the image; they are not captured but
-    exported later.
+    sharing: tied leaves have no blocks. classes: names of those of the tree's objects, one item for each. columns: the
+    first blocks of the image, by number: (table number, column name). pieces: the other ones, dense, as pieces of
+    FlatState.held; ways: how these are copied; facts: theirs; memory: which of them share it, None where that does not
+    matter. deferred: the blocks of these tables come after those of the image; they are not captured but exported
+    later.
     """
 
     image: ImagePlan
@@ -107,7 +107,7 @@ class SavePlan:
 
     @property
     def arena_bytes(self) -> int:
-        """What the arena must hold: the image, and the copies of the caches of open tables behind it."""
+        """What the arena must hold: the image, and after it the copies of the caches of open tables."""
         return self.image.bytes + self.deferred.cache_bytes
 
 
@@ -147,9 +147,9 @@ class PlanCache:
     ) -> SavePlan:
         """Return the plan for this state: the last one while its facts are the same.
 
-        deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers:
-        leaves that other ranks write. shares: False: each leaf has blocks of its own, whatever memory it shares.
-        by_tree: return the last one of this tree and these tables; who captures compares the facts.
+        deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers: leaves
+        that other ranks write. shares: False: each leaf has blocks of its own, whatever memory it shares. by_tree:
+        return the last one of this tree and these tables; the capture compares the facts.
         """
         choice = (frozenset(deferred), frozenset(in_regions), bool(by_peers))
         planned = [item for item in cuts if item.name not in choice[1]]

@@ -9,8 +9,8 @@ has imported it.
 2. _StridedShard says that a mesh dimension cuts after some that stand right of it (FSDP2 over tensor parallel ranks).
    Where its factor names no such order it cuts each of `factor` chunks, so that a rank holds several boxes.
 3. Replicate keeps everything: the ranks along it hold the same boxes, and one of them is the writer. Which one depends
-   on the leaf's name and on the box, so that the bytes spread over the replicas. Of a mesh of some of the job's ranks
-   each is one: those that save may be others, as many, and agree upon it.
+   on the leaf's name and on the box, so that the bytes spread over the replicas. In a mesh of some of the job's ranks
+   each is a writer: as many others may save, and agree on it.
 4. Partial values are not the tensor's; they are refused.
 """
 
@@ -167,7 +167,7 @@ def _narrowed(local: torch.Tensor, box: Sequence[tuple[int, int, int]]) -> tuple
 
 
 def _pieces(found: Sequence[tuple[torch.Tensor, tuple[int, ...]]], whole: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Return boxes that hold something; of an empty whole also those that do not, so that the tensor is known."""
+    """Return boxes that hold something; in an empty whole also those that do not, so that the tensor is known."""
     is_empty = 0 in whole
     return tuple(Piece(tensor=t.detach(), begin=begin) for t, begin in found if is_empty or t.numel())
 
@@ -264,7 +264,7 @@ def _size(runs: Runs) -> int:
 
 
 def _chunk(runs: Runs, *, count: int, index: int) -> Runs:
-    """Return chunk `index` of `count` of what the runs hold one behind the other, cut like torch.chunk cuts."""
+    """Return chunk `index` of `count` of what the runs hold one after the other, cut like torch.chunk cuts."""
     total = _size(runs)
     step = -(-total // count)
     first, last = min(total, step * index), min(total, step * (index + 1))

@@ -44,14 +44,14 @@ _TEXT, _INT = frozenset((str,)), frozenset((int,))
 class FlatState:
     """A tree and its leaves, and the objects behind its "state" nodes with their paths, all in depth-first order.
 
-    Of a leaf that is spread over ranks (`sharded`, by its number), `tensors` has this rank's first piece, or an empty
+    For a leaf that is spread over ranks (`sharded`, by its number), `tensors` has this rank's first piece, or an empty
     tensor where there is none; `held` are all tensors of this rank: those of the leaves, then the other pieces.
     originals: by number, the user's own objects of leaves that are spread, or arrays. text_bytes: what the texts and
     bytes among the values take in a manifest, at least. wrapped: by the paths of modules with wrappers inside of them,
     what their own state dicts call each name (wrapped_names.py). given: the tensors in mappings of other kinds than
-    Python's, which may make them anew: (path of the mapping, it, key, tensor). asked: objects and their states in this
-    save. live: see held_still. is_spelled: the tree has what may equal something else: 0.0 and -0.0, a fact of True and
-    one of 1. Holds the user's tensors: keep it no longer than the capture takes.
+    Python's, which may make them at each look: (path of the mapping, it, key, tensor). asked: objects and their states
+    in this save. live: see held_still. is_spelled: the tree has what may equal something else: 0.0 and -0.0, a fact of
+    True and one of 1. Holds the user's tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -215,7 +215,7 @@ def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...
 def _container(
     value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None, kind: str = ""
 ) -> Node:
-    """kind: of a mapping, whatever it is; "": its own."""
+    """kind: what to call a mapping, whatever it is; "": its own."""
     if id(value) in parents:
         raise UsageError(f"state {_shown(path)} contains itself")
     if len(parents) > STATE_DEPTH_MAX:

@@ -1,6 +1,6 @@
 """Names in the state dict of a module as they are without the wrappers inside of it: DDP, torch.compile, checkpointing.
 
-As torch.distributed.checkpoint.state_dict does it: a wrapper is no part of a name, at whatever level, whether the state
+As torch.distributed.checkpoint.state_dict does it: a wrapper is not part of a name, at any level, whether the state
 dict spells it or a hook of the wrapper has left it out.
 """
 

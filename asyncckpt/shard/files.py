@@ -98,7 +98,7 @@ class ShardTarget:
         return OpenShard(name=name, fd=fd, direct=direct)
 
     def sound_bytes(self, name: str) -> int:
-        """Return how many bytes of a file, from its begin on, were written before and are so still."""
+        """Return how many bytes of a file, from its start, were written before and are so still."""
         return 0 if self.written is None else self.written.sound_bytes(self._on_disk, name)
 
     def read_back(self, name: str, address: int, *, offset: int, bytes: int) -> None:

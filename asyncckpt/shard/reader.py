@@ -1,4 +1,4 @@
-"""Read the shard files of one checkpoint: of one manifest, or of a delta and all it builds upon.
+"""Read the shard files of one checkpoint: a full one, or a delta and its bases.
 
 All files are opened first, and everything about them is checked before a byte of data is used: each header is the one
 that was written, and says the same as the manifest. They are opened by descriptor, never mapped: a file truncated under
@@ -134,7 +134,7 @@ def _read_begin(fd: int, bytes: int) -> bytes:
 
 
 def _what_it_is(fd: int) -> str | None:
-    """Return what a file that is no shard looks like."""
+    """Return what a file that is not a shard looks like."""
     with contextlib.suppress(OSError):
         return looks_like(system.pread(fd, _SNIFFED_BYTES, 0))
     return None
@@ -181,7 +181,7 @@ class ChainReader:
     """The open files of one checkpoint. Used by one thread at a time; close it, or use it as a context manager.
 
     verify: the digest of every block that is read in one piece is checked. wanted: the blocks that may be read; None:
-    all. Of a checkpoint of several ranks, files that hold none of these are not even opened: there may be thousands.
+    all. In a checkpoint of several ranks, files that hold none of these are not even opened: there may be thousands.
     Raises CorruptError for files that are not what the manifests say.
     """
 
@@ -289,8 +289,8 @@ class ChainReader:
         return all(number in self._checked for number in numbers if self.block(number).placed.spec.bytes)
 
     def check(self, number: int, digest: bytes, *, begin: int = 0, end: int | None = None) -> None:
-        """Raise CorruptError when a block's bytes are not those that were written. begin, end: of a part that has a
-        digest (BlockFacts.part_around)."""
+        """Raise CorruptError when a block's bytes are not those that were written. begin, end: those of a part that has
+        a digest (BlockFacts.part_around)."""
         block, manifest = self.block(number), self._chain.manifests[self._place_of(number)]
         size = block.placed.spec.bytes
         end = size if end is None else end

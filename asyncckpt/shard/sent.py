@@ -1,8 +1,8 @@
 """Files of an attempt that go to an object store: parts of memory on their way, without a copy where it stays as it is.
 
 An object becomes visible as a whole when all of it has come, or not at all: an upload that fails is aborted. The store
-client reads memory on threads of its own, also for moments behind an error, and lets go of it behind that: nobody may
-use that memory before.
+client reads memory on threads of its own, also for moments after an error, and lets go of it then: nobody may use that
+memory before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def send_file(
     sent: Callable[[int], None],
     check: Callable[[], None],
 ) -> None:
-    """Upload pieces of memory (address, bytes), one behind the other, as one object. Returns when nobody reads them.
+    """Upload pieces of memory (address, bytes), one after the other, as one object. Returns when nobody reads them.
 
     Tries again for TRY_S_MAX where that may help, with half as many parts at once: on a slow line many take longer than
     a request may.
@@ -106,7 +106,7 @@ def _let_go(views: list[memoryview], what: str) -> None:
 
 
 class SentShard:
-    """A shard file that is uploaded while it is written, from its begin to its end; what is written is copied.
+    """A shard file that is uploaded while it is written, from start to end; what is written is copied.
 
     The upload runs on a thread of `sender` from the first write on. Where it is run in place, as when the interpreter
     ends and no thread can be started any more, what is written is kept, and uploaded by `end`.
@@ -142,7 +142,7 @@ class SentShard:
             self._upload()
 
     def close(self) -> None:
-        """End an upload that has not come to its end. Never raises."""
+        """End an upload that has not finished. Never raises."""
         if self._sending is None or self._sending.done():
             return
         self._is_given_up = True

@@ -3,9 +3,9 @@
 Nothing holds an object open: one that is removed while a load reads is a NotFoundError. All files are looked at before
 a byte of data is used: one request for each gives its size and its header.
 
-Reads of one file that lie close together are one request, and one that is long is several, so that all connections
-have work. What is read between two wanted ranges is at most GAP_SHARE of them. Who reads small pieces, one behind the
-other, is read ahead of, each time twice as far: else a checkpoint of 100,000 small tensors would be as many requests.
+Reads of one file that lie close together are one request, and one that is long is several, so that all connections have
+work. What is read between two wanted ranges is at most GAP_SHARE of them. Small pieces that are read one after the
+other are read ahead, each time twice as far: else a checkpoint of 100,000 small tensors would be as many requests.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class StoreReader:
             yield piece, None
 
     def _read_ahead(self, piece: _Request) -> _Ahead:
-        """Read a piece, and more where it comes behind another one."""
+        """Read a piece, and more if it comes after another one."""
         before = next((one for one in self._ahead if one.is_before(piece)), None)
         end = piece.end
         if before is not None:

@@ -1,7 +1,7 @@
 """The bytes of a block for a new shard file, taken out of a stored one: all of it, or some of its rows.
 
-A stored block is read once, from its begin to its end, window by window. Its digest is taken over what was read and
-checked before the last byte that came out of it is given away, so nothing gets into a new file unverified.
+A stored block is read once, from start to end, window by window. Its digest is taken over what was read and checked
+before the last byte that came out of it is given away, so nothing gets into a new file unverified.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _ROWWISE = ("cast", "quantize")
 def copied_spec(spec: BlockSpec, rows: I64 | None) -> BlockSpec:
     """Return what the copy of a block is: `rows` of it, ascending positions; None: all, as it is stored.
 
-    Of an encoding those steps stay that store every row by itself, and decoding gives the same bits either way. Doing
-    the others anew for fewer rows is left to whoever wants it.
+    The steps of an encoding that store every row by itself stay, and decoding gives the same bits either way. Doing the
+    others again for fewer rows is left to the caller.
     """
     if rows is None:
         return spec
@@ -86,7 +86,7 @@ def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
 
 
 def _windows(reader: ChainReader, number: int, window_bytes: int) -> Iterator[U8]:
-    """Read a block from its begin to its end. The last window comes when all of it has been checked, by its digest."""
+    """Read a block from start to end. The last window comes when all of it has been checked, by its digest."""
     digester = core.digester() if reader.has_digests else None
     total = reader.block(number).placed.spec.bytes
     for begin in range(0, total, window_bytes):
@@ -131,7 +131,7 @@ def _plain_rows(reader: ChainReader, number: int, rows: I64 | None) -> Iterator[
 
 
 def gather(raw: U8, rows: I64, row_bytes: int) -> U8:
-    """Return rows of `row_bytes` bytes each, one behind the other."""
+    """Return rows of `row_bytes` bytes each, one after the other."""
     chosen = np.empty(len(rows) * row_bytes, dtype=np.uint8)
     column = np.array([[raw.ctypes.data, chosen.ctypes.data, row_bytes]], dtype=np.uint64)
     core.copy_rows(column, rows, None)

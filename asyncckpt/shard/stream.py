@@ -58,7 +58,7 @@ def write_chunks(
 ) -> tuple[FileFacts, ...]:
     """Write every file from its chunks, in any order: one is filled while the one before is written.
 
-    chunks_of: the chunks of file number i of these, with this header. On the calling thread, but for the writes.
+    chunks_of: the chunks of file number i of these, with this header. On the calling thread, except the writes.
     """
     facts = []
     with ShardFiles(target, files) as shards:
@@ -113,7 +113,7 @@ class _Digests:
         self.rows = np.zeros((int(self._begins[-1]), DIGEST_BYTES), dtype=np.uint8)
 
     def put(self, numbers: Sequence[int], rows: U8) -> None:
-        """Set those of some blocks, one behind the other."""
+        """Set those of some blocks, one after the other."""
         places = [np.arange(self._begins[number], self._begins[number + 1]) for number in numbers]
         self.rows[np.concatenate(places)] = rows
 

@@ -6,9 +6,9 @@
 3. What has no plain address (strided views, conjugated tensors) is copied by torch into its place, before.
 4. The rows that cache levels hold are laid over those of their storage.
 
-Tables that have regions in the arena are captured beside, see table_capture.py; their runs join the native copy. Of a
-table that is deferred only the cache level is copied, and the table keeps what changes from now on. When
-`capture` has returned and the copies are launched the live state may change: the fence.
+Tables that have regions in the arena are captured beside, see table_capture.py; their runs join the native copy. Only
+the cache level of a deferred table is copied, and the table keeps what changes from now on. When `capture` has returned
+and the copies are launched the live state may change: the fence.
 
 Tensors are looked at right before they are copied, here, for boxes that somebody else has planned, and for a state that
 DCP stages; and again where tables were captured, or torch has copied, since. Signal handlers, finalizers and other
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 class NotAsPlanned(Exception):
     """The tensors of the state are not what was planned; nothing was captured.
 
-    error: of a save whose own plan that is. has_waited: they were, before the call has waited.
+    error: for a save that made that plan itself. has_waited: they were, before the call has waited.
     """
 
     def __init__(self, error: CheckpointError) -> None:
@@ -65,7 +65,7 @@ NO_SEGMENTS: Segments = np.empty((0, 3), dtype=np.uint64)
 
 
 class Copies(Protocol):
-    """The copies of one save: of the host at once (CopiesOnHost), or with devices (devices/host_copies.py).
+    """The copies of one save: the host's alone (CopiesOnHost), or with devices (devices/host_copies.py).
 
     steps: what the host copies after the call; None: nothing.
     """
@@ -247,8 +247,8 @@ class LiveTensors:
     """Tensors, how they are copied, and the addresses of those that are copied by address; 0 for others.
 
     Valid as long as it is held, whatever memory the tensors get: their storages are held, and those that torch copies
-    are tensors of their own. It ends only where somebody frees or resizes that memory itself. name: of a tensor by its
-    number, for messages.
+    are tensors of their own. It ends only where somebody frees or resizes that memory itself. name: what messages call
+    a tensor, by its number.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -269,7 +269,7 @@ def look(
     """Read where tensors are, compare with the facts of the plan, and hold what is to be copied.
 
     UsageError naming a tensor that has become another one, or has no memory, or whose storage was freed or shrunk.
-    facts, memory: of the plan; None of tensors that nobody else can change (FlatState.held_still), and where it does
+    facts, memory: the plan's; None for tensors that nobody else can change (FlatState.held_still), and where it does
     not matter which of them share memory.
     """
     copied = ways.spans > 0
@@ -331,7 +331,7 @@ def put_by_torch(pieces: TensorPieces, live: LiveTensors, copies: Copies, memory
 def _add_stepped(pieces: TensorPieces, live: LiveTensors, steps: StepCopies, segments: U64) -> NDArray[np.bool_]:
     """Let steps of optimizers wait for what only they change; return which pieces that are, bool [n].
 
-    Those on the host are copied behind the call.
+    Those on the host are copied after the call.
     """
     from asyncckpt.devices.watches import Watch  # Only Savers that are given optimizers need it.
 

@@ -1,8 +1,8 @@
 """Which rows of which stored layer go to which table, known before any table is touched.
 
 1. The ids of all layers of all shards of all sources are read and verified, and the ids that newer layers have removed.
-2. Of every layer, the rows that count are found: the newest of each id, unless a newer layer has removed it. Of these
-   the table takes the ones that it owns.
+2. Of every layer, the rows that count are found: the newest of each id, unless a newer layer has removed it. The table
+   takes those that it owns.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LayerIds:
 class LayerRows(LayerIds):
     """One layer of one shard of one source of one table.
 
-    rank: that saved it. counted: positions of the rows that count; mine: of those that go to the table. Ascending
-    int64, None: all rows. rows: the rows of the table that they became, on the CPU. first_row: known before the rows
-    are, when all of the layer goes to consecutive ones.
+    rank: that saved it. counted: positions of the rows that count. mine: positions of those that go to the table.
+    Ascending int64, None: all rows. rows: the rows of the table that they became, on the CPU. first_row: known before
+    the rows are, when all of the layer goes to consecutive ones.
     """
 
     source: str
@@ -166,7 +166,7 @@ def newest_rows(layers: Sequence[LayerIds], *, owner: str) -> list[I64 | None]:
     """Return for every layer, newest first, the positions of its rows that count, ascending int64; None: all of them.
 
     A row of the layer itself counts although its id is among the layer's removed ones: it came back. CorruptError
-    naming `owner` when a layer that is not the last holds an id twice; of the last one only rows that count may do so
+    naming `owner` when a layer that is not the last holds an id twice; in the last one only rows that count may do so
     unseen, which whoever gives them to a table finds out.
     """
     if len(layers) == 1:

@@ -1,7 +1,7 @@
 """Lay the rows of a cache level over those of the storage, on their way out; the live table is only read.
 
 A multi-level table keeps the newest values of some rows in its cache level. `Overlay` says which rows of the cut these
-are; whoever has copied rows of the storage then puts the cached ones over them.
+are; after rows of the storage are copied, the cached ones are put over them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Overlay:
     ) -> None:
         """Put the cached rows over target, contiguous `[n, *row_shape]` on the CPU: rows [begin, begin + n).
 
-        Behind what is listed in `copies`, where either level is on a device. is_filled: the storage's rows are there.
+        After what is listed in `copies`, where either level is on a device. is_filled: the storage's rows are there.
         """
         cached = self.cut.cached_column(column)
         if cached is None:

@@ -55,7 +55,7 @@ class OpenLoads:
     rows: dict[str, int] = field(default_factory=dict)
 
     def end(self, *, ok: bool) -> None:
-        """End all of them, whatever one of them raises; then raise that. Those behind it end as failed.
+        """End all of them, whatever one of them raises; then raise that. Those after it end as failed.
 
         Companions before their tables, which look at them then.
         """
@@ -85,7 +85,7 @@ class _Filling:
 def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoads) -> dict[Path, Any]:
     """Fill everything; return, by path, the tensors for the state dicts of objects. The caller ends `opened`.
 
-    Targets on devices are filled behind what this thread has queued there. DeviceError. Whatever is raised, nothing is
+    Targets on devices are filled after what this thread has queued there. DeviceError. Whatever is raised, nothing is
     on its way to a device any more.
     """
     rebuilt: dict[Path, Any] = {}

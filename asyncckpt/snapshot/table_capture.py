@@ -4,17 +4,17 @@
     nothing of the table      all rows             all: runs by one native copy, tails and cached rows by index
     an earlier snapshot       all rows             rows written since, and those that stand elsewhere now, by index;
                                                    on a device those whose print has changed, if the table has no marks
-    whatever                  some rows (a delta)  these by index, one behind the other
+    whatever                  some rows (a delta)  these by index, one after the other
 
 By index costs more per row than a plain copy does. So a column of which too large a share would be copied (the narrower
 the less, see by_index_share_max) is copied plainly. On a device a plain copy takes all places at once, holes too, which
 the tails then fill: many short runs are one long piece.
 
 1. `TableCapture` finds out what has to be copied.
-2. `segments`: what a plain copy brings over; whoever captures joins them with those of the dense tensors.
+2. `segments`: what a plain copy brings over; the capture joins them with those of the dense tensors.
 3. `gather`: copies the rows that are copied by index; cached rows of a multi-level table win over those of its storage.
 
-Weights and optimizer slots on the host that only steps of an optimizer change are copied behind the call, where they
+Weights and optimizer slots on the host that only steps of an optimizer change are copied after the call, where they
 are many (devices/step_copies.py). Ids and metadata change in forward, too.
 """
 
@@ -216,7 +216,7 @@ class TableCapture:
         self._leave()
 
     def _find_later(self) -> frozenset[str]:
-        """Return the columns that are copied behind the call."""
+        """Return the columns that are copied after the call."""
         cut, steps = self._item.cut, self._copies.steps
         if steps is None or steps.memory.owner_of(self._item.table) is None:
             return frozenset()
@@ -234,7 +234,7 @@ class TableCapture:
         return frozenset(found) if bytes >= LATER_BYTES_MIN else frozenset()
 
     def _leave(self) -> None:
-        """Leave columns to be copied behind the call."""
+        """Leave columns to be copied after the call."""
         if not self._later:
             return
         assert self._copies.steps is not None
@@ -258,7 +258,7 @@ class TableCapture:
         return chunks
 
     def _targets(self, rows: I64) -> I64 | None:
-        """Return where storage rows go; None: one behind the other."""
+        """Return where storage rows go; None: one after the other."""
         return None if self.places is None else self.places.of_rows(rows)
 
     def _lay_over(self, cut: OverlaidCut, names: Collection[str], wanted: I64 | None) -> None:
@@ -337,7 +337,7 @@ def lay_rows(
     *,
     below: int | None = None,
 ) -> None:
-    """Copy rows of columns (tensor, address on the host, row bytes) to their places; None: one behind the other.
+    """Copy rows of columns (tensor, address on the host, row bytes) to their places; None: one after the other.
 
     Rows on a device are listed in `copies`. below: the device from which what lies at the places is copied first.
     """

@@ -81,14 +81,14 @@ class Scatter(Protocol):
     @property
     def targets(self) -> Iterable[torch.Tensor]: ...
     def wanted(self, spec: BlockSpec) -> tuple[int, int]:
-        """Return a range of the block's bytes that holds all that is wanted: of an encoded one, all."""
+        """Return a range of the block's bytes that holds all that is wanted: all bytes of an encoded one."""
         ...
 
     def windows(self, spec: BlockSpec, within: tuple[int, int], *, bytes_max: int, gapless: bool) -> Iterable[Window]:
         """Return the windows of a range that holds what is wanted, ascending, of about bytes_max at most; a single
         element may be larger.
 
-        gapless: from the range's begin to its end, for a digest; else those that hold something wanted will do. An
+        gapless: from the range's start to its end, for a digest; else those that hold something wanted will do. An
         encoded block is one window.
         """
         ...
@@ -157,7 +157,7 @@ def put(target: torch.Tensor, values: torch.Tensor, uploads: Uploads | None) -> 
 class _Part:
     """Bytes [begin, end) of a block, which are read: what is wanted of it, and what a digest asks for around it.
 
-    within: of what there are windows; the first of them is read from `begin` on, the last one up to `end`.
+    within: what the windows cover; the first of them is read from `begin` on, the last one up to `end`.
     """
 
     item: Scatter
@@ -191,7 +191,7 @@ class _Part:
 def _batches(
     parts: Sequence[_Part], new_window: Callable[[int], U8], *, bytes_max: int
 ) -> Iterator[list[tuple[_Part, Window, U8]]]:
-    """Return windows of the blocks, in order, as many as fit the memory, which is asked for anew for every batch."""
+    """Return windows of the blocks, in order, as many as fit the memory, which is asked for again for every batch."""
     memory_bytes = min(bytes_max, sum(paged(part.end - part.begin) for part in parts))
     memory = np.empty(0, dtype=np.uint8)
     batch: list[tuple[_Part, Window, U8]] = []

@@ -1,4 +1,4 @@
-"""Memory for tensors that takes room on a disk: of a file, mapped. For what may be larger than memory.
+"""Memory for tensors that takes room on a disk: a mapped file. For what may be larger than memory.
 
 Pages that nobody uses go to the file and come back from it, as the system sees fit. The room is taken before it is
 used, so that a full disk is an error here, and not a signal in the middle of a copy.

@@ -1,6 +1,6 @@
 """The arenas of the process: one for the save in flight, a second one only when saves are queued (double buffering).
 
-A save that does not fit the limit gets no arena (`fits` says so beforehand) and goes the blocking way instead. An arena
+A save that does not fit the limit gets no arena (`fits` tells beforehand) and goes the blocking way instead. An arena
 that holds a snapshot which a save can bring up to date is handed to that save; others take it only when they have to.
 
 The default limit is a share of what is free (staging/limits.py), so that a save never gets the process killed.

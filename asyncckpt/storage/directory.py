@@ -240,7 +240,7 @@ class Directory:
                 at.close(fd)
 
     def names(self) -> list[str]:
-        """Return what is in this folder, whoever else lists it at the same time."""
+        """Return what is in this folder, even if others list it at the same time."""
         with _door(f"folder {str(self.path)!r} cannot be listed"):
             # A descriptor has one position, also for threads and forked children: a listing needs one of its own.
             fd = at.open(".", at.O_RDONLY | at.O_DIRECTORY | at.O_CLOEXEC, dir_fd=self.fd)

@@ -51,7 +51,7 @@ class DiskFacts:
 
 
 def probe_disk(path: Path, *, bytes: int) -> DiskFacts:
-    """Try out a folder that exists, with so many bytes at most. IOFailedError where nothing can be written."""
+    """Try out a folder that exists, with at most `bytes` bytes. IOFailedError where nothing can be written."""
     with uninterrupted:
         try:
             made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=path))

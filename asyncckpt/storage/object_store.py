@@ -199,7 +199,7 @@ class ObjectStore:
         raise IOFailedError(what, errno=errno.EIO, hint="does something else write to, or clean up, that prefix?")
 
     def put(self, key: str, parts: Iterable[Any], *, part_bytes: int, parallel: int) -> None:
-        """Make or replace an object of these parts, of part_bytes each but for the last. Nobody sees a half of it.
+        """Make or replace an object of these parts, of part_bytes each except the last. Nobody sees a half of it.
 
         parallel: how many parts are in memory and on their way at most. What `parts` raises is raised as it is.
         """
@@ -257,7 +257,7 @@ class ObjectStore:
     ) -> T:
         """Ask the store, and wrap what obstore raises, without its text: an answer may hold a key or a token.
 
-        is_heard: whether signals are heard meanwhile. UsageError in a child that was forked behind the first use of a
+        is_heard: whether signals are heard meanwhile. UsageError in a child that was forked after the first use of a
         store.
         """
         _check_not_forked()

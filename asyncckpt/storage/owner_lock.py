@@ -91,7 +91,7 @@ class OwnerLock:
             raise UsageError("this Saver belongs to the parent process", hint="make a new Saver in the child")
 
     def check_held(self) -> None:
-        """Ensure that the file of this name in the directory is the one that is locked; lock one that was removed anew.
+        """Ensure that the file of this name in the directory is the one that is locked; lock again if it was removed.
 
         Raises ConflictError if another process has locked it by now.
         """
@@ -109,7 +109,7 @@ class OwnerLock:
 
 
 def _renew(root: Directory, name: str) -> None:
-    """Lock the file anew if the one that is locked is not the one of this name any more: see check_held."""
+    """Lock the file again if the one that is locked is not the one of this name any more: see check_held."""
     fd, count = _registry.held[root.identity]
     status = os.fstat(fd)
     if not root.has(name, (status.st_dev, status.st_ino)):

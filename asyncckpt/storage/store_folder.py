@@ -116,7 +116,7 @@ class RememberedFolder(StoreFolder):
         self._names: set[str] = set()
 
     def look(self) -> None:
-        """Ask the store for the names; what is noted meanwhile may have come behind its list."""
+        """Ask the store for the names; what is noted meanwhile may have come after its list."""
         before, listed = self._names, super().names()
         self._names = {*listed, *(self._names - before)}
 

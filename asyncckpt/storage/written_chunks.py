@@ -3,10 +3,10 @@ kill.
 
 1. `open` makes the file `.written` in the folder of the files, and locks it while this process writes there. Its first
    line says what is written, and of what: the identity, which the caller makes.
-2. Behind each chunk that was written comes a line: file, offset, bytes, digest.
+2. After each chunk that was written comes a line: file, offset, bytes, digest.
 3. `open` again, in a folder that was left with the same identity: files of which nothing is noted are removed.
-4. Of each other file those bytes are sound, from its begin on, that are read back with their digests. They are not
-   written again. A note that is older or newer than its bytes does no harm, so notes are not synced.
+4. In each other file those bytes are sound, from its start, that are read back with their digests. They are not written
+   again. A note that is older or newer than its bytes does no harm, so notes are not synced.
 5. `end` removes `.written`; then the files may be published.
 
 A folder of another user is never gone on with, nor a file with a second name: somebody else could have laid it there.
@@ -37,7 +37,7 @@ _Notes = dict[str, dict[int, tuple[int, str]]]  # Of every file, by offset: byte
 class WrittenChunks:
     """The notes of one folder; see above. End or close it.
 
-    reused_bytes: of what was found sound. folder: whose files these are; names of others count from there.
+    reused_bytes: those that were found sound. folder: whose files these are; names of others count from there.
     """
 
     def __init__(self, folder: Directory, fd: int, notes: _Notes) -> None:
@@ -48,7 +48,7 @@ class WrittenChunks:
 
     @staticmethod
     def open(folder: Directory, identity: str) -> WrittenChunks:
-        """Go on in a folder if it was left with the same identity; else begin anew, and remove what is in it."""
+        """Continue a folder if it was left with the same identity; else start over, and remove what is in it."""
         found = WrittenChunks.go_on(folder, identity)
         if found is not None:
             return found
@@ -110,7 +110,7 @@ class WrittenChunks:
         return self._key(folder, name) in self._notes
 
     def sound_bytes(self, folder: Directory, name: str) -> int:
-        """Read back what is noted of a file; return how many bytes from its begin on are what was written."""
+        """Read back what is noted of a file; return how many bytes from its start are what was written."""
         own = self._notes.get(self._key(folder, name), {})
         at = 0
         while at in own:
@@ -238,7 +238,7 @@ def _noted_bytes(own: dict[int, tuple[int, str]]) -> int:
 
 
 def _remove(folder: Directory, name: str, notes: _Notes, place: str = "") -> None:
-    """Remove what is in a folder, but for files that are noted, and the notes."""
+    """Remove what is in a folder, except noted files, and the notes."""
     key = f"{place}{name}"
     if key in notes or (notes and key == WRITTEN_NAME):
         return

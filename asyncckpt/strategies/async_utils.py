@@ -1,13 +1,13 @@
 """Requests to save in the background, and the queue that works them off.
 
-1. Whoever saves makes an AsyncRequest: `async_fn` may run beside training, `finalize_fns` end the save.
+1. A save makes an AsyncRequest: `async_fn` may run beside training, `finalize_fns` end the save.
 2. The caller schedules it: `async_fn` begins on a thread of this process. Never in a forked one: a fork copies locks
    whose holders it does not copy.
 3. At every step, or at the end, the caller asks `maybe_finalize_async_calls`. The oldest call whose `async_fn` has
    ended on all ranks is finalized, on the calling thread, in the order of scheduling.
 
 Nothing waits for ever: every wait has a deadline, a call that failed raises on every rank (its own error where it
-failed, PeerError elsewhere) and is taken out of the queue, and the calls behind it go on. Source of the interface:
+failed, PeerError elsewhere) and is taken out of the queue, and the calls after it go on. Source of the interface:
 megatron.core.dist_checkpointing.strategies.async_utils.
 """
 
@@ -50,7 +50,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function behind the others. UsageError when the request is frozen."""
+        """Add a function after the others. UsageError when the request is frozen."""
         if self.is_frozen:
             raise UsageError("a frozen request takes no further finalize function", hint="add it before scheduling")
         self.finalize_fns.append(fn)
@@ -173,7 +173,7 @@ class ThreadAsyncCaller(AsyncCaller):
                 cancel()
 
     def forget(self) -> None:
-        """Start anew in a forked child."""
+        """Start over in a forked child."""
         self._calls.clear()
 
     def _wait(self, call: int, future: Future[Any], agreement: Agreement | None) -> DeadlineError | None:
@@ -190,7 +190,7 @@ class ThreadAsyncCaller(AsyncCaller):
 
 
 def _error_of(future: Future[Any], call: int) -> Exception | None:
-    """Return what a call raised. An exit of its thread is none of the caller's, but it is an error."""
+    """Return what a call raised. An exit of its thread does not end the caller, but it is an error."""
     error = future.exception()
     if error is None or isinstance(error, Exception):
         return error
@@ -255,7 +255,7 @@ class AsyncCallsQueue:
 
         blocking: wait until all have. no_dist: ask this rank only. To be called on all ranks, unless no_dist. A call
         that failed is taken out of the queue and its error raised, here and (as PeerError) on the other ranks; those
-        behind it stay, and the next call goes on with them.
+        after it stay, and the next call goes on with them.
         """
         finalized: list[int] = []
         while self.async_calls:
@@ -299,7 +299,7 @@ class AsyncCallsQueue:
             raise first
 
     def forget(self) -> None:
-        """Start anew in a forked child."""
+        """Start over in a forked child."""
         self.async_calls.clear()
         self.persistent_caller = None
         self._ranks.close()

@@ -99,7 +99,7 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Return the common state; dicts and lists are new, tensors are on the CPU.
 
-        Of a checkpoint without one, the object as which Megatron-Core 0.19 saves it. NotFoundError.
+        Without one, return the object as which Megatron-Core 0.19 saves it. NotFoundError.
         """
         try:
             packed = use_stored(checkpoint_dir, COMMON_DIR, _loaded_common)

@@ -136,7 +136,7 @@ _ALONE = frozenset(getattr(torch, name, None) for name in ("float8_e8m0fnu", "fl
 
 
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether numbers stay what they are, but for the precision of a floating point dtype."""
+    """Return whether numbers stay what they are, except for the precision of a floating point dtype."""
     if not _ALONE.isdisjoint((stored, wanted)):
         return False
     if not wanted.is_floating_point or stored.is_complex or stored is torch.bool:

@@ -131,7 +131,7 @@ class ShardedTensor:
 
 @dataclass
 class ShardedObject:
-    """One of the objects that make up a global one; unlike a tensor's, these pieces cannot be cut anew.
+    """One of the objects that make up a global one; unlike a tensor's, these pieces cannot be cut again.
 
     key            of the global object
     data           this rank's object; None where only its place matters

@@ -3,7 +3,7 @@
     {"value": <the object, special things in it replaced>, "kinds": [(path, kind), ...]}
 
     kind         stands in the value as
-    BytesIO      uint8 tensor; comes back at its begin
+    BytesIO      uint8 tensor; comes back at its start
     bytes        uint8 tensor, when it is long: a manifest should stay small
     Namespace    dict (argparse.Namespace)
     scalar       array without dimensions (a NumPy scalar)
@@ -38,7 +38,7 @@ Kind = str | Sequence[str]
 
 
 def pack(value: Any, *, path: Path = ()) -> dict[str, Any]:
-    """Pack one object; tensors and arrays in it are not copied. UsageError naming the path, behind `path`."""
+    """Pack one object; tensors and arrays in it are not copied. UsageError naming the path, after `path`."""
     kinds: list[tuple[Path, Kind]] = []
     return {"value": _packed(value, (), path, kinds), "kinds": kinds}
 

@@ -1,4 +1,4 @@
-"""Take tensors out of a checkpoint: commit it anew without them, then let the old one go.
+"""Take tensors out of a checkpoint: commit it again without them, then let the old one go.
 
 1. Read the manifest, and open all of its files.
 2. Choose what stays, and give it places in new shard files of one rank.

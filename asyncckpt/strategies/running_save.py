@@ -123,7 +123,7 @@ def begin_save(
 ) -> RunningSave:
     """Capture the state of this rank, of as many as the group has; what is committed replaces what was there before.
 
-    name: of the part. other_processes: they may wait for it too. errors: see RunningSave. To be called on all ranks. An
+    name: the part's. other_processes: they may wait for it too. errors: see RunningSave. To be called on all ranks. An
     error of make_state is raised here, and by the saves of the other ranks as PeerError. PeerError when the ranks do
     not find each other.
     """

@@ -32,6 +32,7 @@ from asyncckpt.tables.multi_level import MultiLevelTable
 from asyncckpt.tables.noted_tables import note_tables
 from asyncckpt.tables.row_device import sent
 from asyncckpt.tables.slots import SlotSpec
+from asyncckpt.tables.table_arguments import check_name
 
 POOLINGS = ("sum", "mean")
 
@@ -61,8 +62,7 @@ class EmbCacheTableConfig:
     pin_host_memory: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name or "@" in self.name:
-            raise UsageError("name of a table is wrong", found=self.name, expected="a non-empty str without '@'")
+        check_name(self.name)
         names = self.feature_names
         is_sequence = isinstance(names, Sequence) and not isinstance(names, str)
         if not is_sequence or not names or not all(isinstance(name, str) and name for name in names):

@@ -109,7 +109,7 @@ class HashEmbedding(nn.Module):
 
     @property
     def step(self) -> int | None:
-        """The number that training forwards write to the step column: of a step, counted from 1, or of seconds.
+        """The number that training forwards write to the step column: steps, counted from 1, or seconds.
 
         An int64 of any kind, also of NumPy or a tensor. 0 is the initial value of the column: it stamps nothing, and
         `evict` keeps such ids. None, as it is to begin with: nothing is written. Setting it raises UsageError.

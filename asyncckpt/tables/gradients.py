@@ -2,10 +2,10 @@
 
 1. A forward copies the rows of its distinct ids into a leaf tensor, `[n, dim]`, and computes on that.
 2. The backward accumulates into the leaf; the first time, the leaf is added to `pending` of its module.
-3. Who asks for the gradient of a table gets one entry: `merged` sums per id what the modules of the table have, in
-   their order and in the order of the forwards of each. The sum waits in place of what was summed.
-4. An optimizer looks the ids up again, for rows may have been removed or assigned to other ids since, updates the rows
-   and drops the entry.
+3. The gradient of a table is one entry: `merged` sums per id what the modules of the table have, in their order and in
+   the order of the forwards of each. The sum waits in place of what was summed.
+4. An optimizer looks the ids up again (rows may have been removed or assigned to other ids since), updates the rows and
+   drops the entry.
 
 A leaf is added in its backward, not in its forward. So a forward without backward leaves nothing behind, and the usual
 order forward, zero_grad(), backward, step() loses nothing.

@@ -1,4 +1,4 @@
-"""Tables that modules hold, and a checkpoint would leave out without a word: they are no parameters of their module.
+"""Tables that modules hold, and a checkpoint would leave out without a word: they are not parameters of their module.
 
 What is looked at, each thing once, modules first, then what is nearest, and at most LOOKED_AT_MAX things besides
 modules, numbers, texts, tensors, and lists and dicts of these:

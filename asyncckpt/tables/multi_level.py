@@ -10,7 +10,7 @@ Threads: see stored_table.py. The cache map and the cache rows change together u
 the same step as its weights, even if prefetches for later steps have moved rows. No history of maps is needed (compare
 RecSDK, whose map runs ahead of the weights). Callers keep in-place updates of rows apart from a cut: the training
 thread makes the cut, or waits while another thread does; `update` and `rows` wait by themselves. While a cut is
-deferred behind its fence, growth of the host level, `clear` and loads wait until its rows are exported.
+deferred past its fence, growth of the host level, `clear` and loads wait until its rows are exported.
 
 With the cache on a CUDA device, calls queue their work on the current stream, after the work of the previous call on
 whatever stream that used: a prefetch may have a stream of its own. Rows go through pinned memory, and evicted rows

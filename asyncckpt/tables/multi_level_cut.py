@@ -1,4 +1,4 @@
-"""A multi-level table frozen for a save, whose export may be deferred behind its fence. Implements DeferredCut.
+"""A multi-level table frozen for a save, whose export may be deferred past its fence. Implements DeferredCut.
 
     from   to     done by                          the table
     free   held   MultiLevelTable.begin_cut        does not change; columns of both levels may be read
@@ -46,7 +46,7 @@ class CacheOverlay:
         self._by_place: tuple[I64, I64] | None = None
 
     def lay_over(self, index: int, targets: Mapping[str, int]) -> None:
-        """Copy the cached rows of a window to their places behind the address of each column."""
+        """Copy the cached rows of a window to their places after the address of each column."""
         places, cache_rows = self._sorted()
         begin, end = self._places.bounds(index)
         low, high = np.searchsorted(places, [begin, end])
@@ -102,7 +102,7 @@ class MultiLevelCut(HashTableCut):
         return None if name == ID_COLUMN else self._one_of(self._cache.columns(), name)
 
     def be_deferred(self, copy: CacheCopy, *, window_rows: int) -> None:
-        """Keep old values of host rows from now on, so that windows of them can be exported behind the fence.
+        """Keep old values of host rows from now on, so that windows of them can be exported after the fence.
 
         Exports read `copy`, which the caller owns. Copies the ids of the cache; the cost does not depend on the size of
         the host level. Raises UsageError.

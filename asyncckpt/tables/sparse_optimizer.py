@@ -179,7 +179,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Update the rows with a pending gradient and drop the gradients; skip ids removed since their forward.
 
         closure: called first, with gradients enabled; what it returns is returned. A table that is in a cut is waited
-        for. Raises UsageError for hyper-parameters that are no finite numbers; then nothing is updated, and the
+        for. Raises UsageError for hyper-parameters that are not finite numbers; then nothing is updated, and the
         gradients stay.
         """
         loss = None
@@ -322,7 +322,7 @@ def read_flag(name: str, value: object, *, is_new: bool) -> bool:
 
 
 def _as_float(value: object) -> float:
-    """Return a number, or the one of a tensor or array, as a float; nan if it is none."""
+    """Return a number, or the one of a tensor or array, as a float; nan if it is not a number."""
     if isinstance(value, (torch.Tensor, np.ndarray)) and math.prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):

@@ -24,8 +24,8 @@ from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 def check_name(name: object) -> None:
     """Check the name of a table."""
-    if not isinstance(name, str) or not name:
-        raise UsageError("name of a table is wrong", found=name, expected="a non-empty str")
+    if not isinstance(name, str) or not name or "@" in name:
+        raise UsageError("name of a table is wrong", found=name, expected="a non-empty str without '@'")
 
 
 def check_shard(name: str, shard: object, *, replicated: object) -> None:

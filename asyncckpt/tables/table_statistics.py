@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class CacheStatistics:
     """What the cache level of a table has done so far, in mentions of ids or in rows.
 
-    paused_seconds: how long training waited for cuts that were deferred behind their fence.
+    paused_seconds: how long training waited for cuts that were deferred past their fence.
     """
 
     hits_count: int

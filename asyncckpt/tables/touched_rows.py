@@ -13,7 +13,7 @@ When the bytes are used up, the older half of the marks becomes 1, the others ar
 half are no longer known. Removed ids are logged beside the marks (EpochLog), because their rows may belong to other
 ids by now, and so are rows that were assigned to an id.
 
-Who copies rows while training goes on does not ask afterwards: it is told before they change (RowWatchers).
+A copy of rows while training continues does not ask afterwards: it is told before they change (RowWatchers).
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ class RowWatchers:
             watcher.storage_moves()
 
     def forget(self) -> None:
-        """Start anew in a forked child."""
+        """Start over in a forked child."""
         self._all = ()
 
 

@@ -271,7 +271,7 @@ class TrainedTable(StoredTable):
             self._candidates.clear()
 
     def shrink(self) -> int:
-        """Like that of every table; of the candidates for admission too."""
+        """Like that of every table; also shrink the candidates for admission."""
         candidates_bytes = 0 if self._candidates is None else self._candidates.shrink()
         return super().shrink() + candidates_bytes
 

@@ -75,7 +75,7 @@ class DataPosition:
         self._samples_consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain values; the same on all ranks, but for a loader that keeps its own."""
+        """Return the position as plain values; the same on all ranks, except for a loader that keeps its own."""
         if self._sampler is None:
             with _undrawn(torch.default_generator):  # It may make its iterator now.
                 return {"epoch": self._epoch, "loader": to_plain(self._loader.state_dict())}

@@ -160,7 +160,7 @@ class Stream:
 
 
 def stream_of(source: Any, name: str) -> Stream:
-    """Return the stream behind a generator; UnsupportedError naming it for what is none that has a state."""
+    """Return the stream behind a generator; UnsupportedError naming it unless it has a state."""
     if isinstance(source, torch.Generator):
         return Stream(source, _torch_state, _set_torch, lambda seed: torch.Generator(source.device).manual_seed(seed))
     if isinstance(source, (np.random.Generator, np.random.RandomState)):

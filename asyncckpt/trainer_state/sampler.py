@@ -2,7 +2,7 @@
 
 1. The order of an epoch is a permutation of all samples, drawn from the seed and the epoch alone. It is the same on
    every rank.
-2. A position is a number of samples that all ranks together have consumed: the first so many of the order are gone.
+2. A position is a number of samples that all ranks together have consumed: that many of the order are gone.
 3. What is left goes to the ranks in turn, as DistributedSampler does: rank r of n gets every n-th, from the r-th on.
    So a position means the same for any number of ranks, and for any size of batches.
 
@@ -69,7 +69,7 @@ class ResumableSampler(Sampler[Any]):
         self.samples_consumed = 0
 
     def set_position(self, *, epoch: int, samples_consumed: int) -> None:
-        """Have iterators that begin from now on start there: behind `samples_consumed` of all ranks together."""
+        """Have iterators that begin from now on start there: after `samples_consumed` of all ranks together."""
         self.epoch, self.samples_consumed = epoch, samples_consumed
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ def epoch_seed(*, seed: int, epoch: int) -> int:
 
 
 def sample_seeds(indices: np.ndarray[Any, np.dtype[np.int64]], *, seed: int, epoch: int) -> list[int]:
-    """Return a seed for every sample of an epoch, 63 bits, whoever gets it."""
+    """Return a seed for every sample of an epoch, 63 bits, the same on any rank."""
     first = np.uint64(epoch_seed(seed=seed, epoch=epoch))
     words = first + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     seeds: list[int] = (_finished(words) >> np.uint64(1)).tolist()

@@ -36,7 +36,7 @@ class StepCounter:
         return {"step": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the step that was saved."""
+        """Continue after the step that was saved."""
         self._check_state(state)
         self.value = state["step"]
 

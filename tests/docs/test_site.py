@@ -73,12 +73,14 @@ def test_the_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES_MAX
 
 
-def test_the_five_lines_of_the_home_page_are_those_of_the_readme() -> None:
-    """Which are run: test_snippets.py."""
-    [block] = re.findall(r"^```python\n(.*?)^```$", (DOCS / "index.md").read_text("utf-8"), re.M | re.S)
+@pytest.mark.parametrize("page", [DOCS / "index.md", REPOSITORY / "README.md"], ids=lambda path: path.name)
+def test_the_five_lines_at_the_top_are_run(page: Path) -> None:
+    """As lines of the README's program: test_snippets.py."""
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    lines = [line for line in block.splitlines() if line]
-    assert [line for line in lines if line not in readme] == []
+    program = "".join(re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)).splitlines()
+    [block] = re.findall(r"^```py(?:thon)?\n(with .*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    lines = [line.partition("  #")[0] for line in block.splitlines()]
+    assert [line for line in lines if line not in program] == []
     assert len(lines) <= 5
 
 

@@ -4,7 +4,7 @@ tensors are removed.
 Saves and loads of this process go first: they share disk and cores with whatever rewrites a checkpoint, and somebody
 waits for them. Before each read, which is of a window, a PatientReader waits while a save or load is in flight. In all
 it waits WAIT_S, and WAITS_PER_WORK times as long as it has worked, and no longer, so it also ends where one save
-follows upon the other.
+follows the other.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _from_plan(job: SaveJob, facts: TableFacts, columns: Sequence[list[StagedBlo
 
 
 def _is_written_alike(job: SaveJob, name: str, columns: Sequence[list[StagedBlock]]) -> bool:
-    """Return whether the filter function leaves a table as that of this name in what a delta builds upon."""
+    """Return whether the filter function leaves a table as that of this name in the base of a delta."""
     if job.target.filter_func is None:
         return True
     link = None if job.base is None else job.base.tables.get(name)

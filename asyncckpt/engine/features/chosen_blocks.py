@@ -87,7 +87,7 @@ def write_chosen(job: SaveJob, target: ShardTarget) -> Written:
 
 
 def _leaves(blocks: Iterable[StagedBlock]) -> set[int | None]:
-    """Return the numbers of tensors; None: of those with other names, and of columns of tables."""
+    """Return the numbers of tensors; None stands for those with other names, and for columns of tables."""
     return {block.spec.leaf for block in blocks}
 
 

@@ -1,10 +1,10 @@
-"""What the next delta of a Saver builds upon: the newest checkpoint that it has committed, and which rows it needs.
+"""The base of the next delta of a Saver: the newest checkpoint that it has committed, and which rows it needs.
 
 A link is set when a save has committed, never before: so a save that fails, is cancelled or skipped leaves the one
 before, with the versions of its cuts, and the next delta holds all rows written since then.
 
-Of several ranks, one may capture a queued save before the save in front of it has committed, and another one after
-that. So what it builds upon is settled in the background (`settle`), where all saves before it have ended.
+With several ranks, one may capture a queued save before the save in front of it has committed, and another one after
+that. So its base is settled in the background (`settle`), where all saves before it have ended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Deltas(SaveFeature):
 
     def chosen(self, job: SaveJob) -> None:
         """Decide whether it is a delta or full, and which rows it writes. UsageError for a delta without a committed
-        checkpoint to build upon; ConflictError where others have removed that.
+        checkpoint as its base; ConflictError where others have removed that.
         """
         job.newest, kind = _hold_newest(job), job.call.kind
         if job.newest is not None and (kind == "delta" or (kind == "auto" and self._policy is not None)):
@@ -116,10 +116,10 @@ def _hold_newest(job: SaveJob) -> ChainLink | None:
 
 
 def _look(job: SaveJob, base: ChainLink) -> ChainLink | None:
-    """Return what a delta can build upon now: the chain down to what was compacted since, or None, with a warning,
+    """Return what a delta can be based on now: the chain down to what was compacted since, or None, with a warning,
     where others have removed some of it. ConflictError for a delta that was asked for.
 
-    Of several ranks, rank 0 looks again when all have called (rank_save.py), and what it sees counts.
+    With several ranks, rank 0 looks again when all have called (rank_save.py), and what it sees counts.
     """
     target = job.target
     try:
@@ -136,7 +136,7 @@ def _look(job: SaveJob, base: ChainLink) -> ChainLink | None:
 
 
 def settle(job: SaveJob) -> None:
-    """Settle what a save builds upon when all saves before it have ended: the newest checkpoint.
+    """Settle the base of a save when all saves before it have ended: the newest checkpoint.
 
     Rows written since an older checkpoint, and ids removed since then, include those since a newer one. UsageError as
     of `Deltas.chosen`.
@@ -150,7 +150,7 @@ def settle(job: SaveJob) -> None:
 
 
 def _checked(base: ChainLink | None, step: int) -> ChainLink:
-    """Return what a delta of this step builds upon; UsageError when it cannot."""
+    """Return the base of a delta of this step; UsageError when there cannot be one."""
     if base is None:
         raise UsageError(
             "a delta has nothing to build upon: this Saver knows of no checkpoint of its own that has committed",

@@ -89,7 +89,7 @@ class EventLine(SaveFeature):
         return self._dropped_count + self._queue.qsize()
 
     def close(self) -> None:
-        """Let the thread end behind what was put. Idempotent."""
+        """Let the thread end after what was put. Idempotent."""
         self._queue.put(None)
 
 
@@ -149,7 +149,7 @@ _lines: weakref.WeakSet[EventLine] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_all() -> None:
-    """Runs behind the last saves, which handlers that were registered later have made."""
+    """Runs after the last saves, which handlers that were registered later have made."""
     until = time.monotonic() + EVENTS_WAIT_S
     for line in tuple(_lines):
         line.wait(max(0.0, until - time.monotonic()))

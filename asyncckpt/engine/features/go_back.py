@@ -1,5 +1,5 @@
-"""Which step a loop goes on from; and let a Saver go back: what was saved after a step is discarded, and nothing builds
-upon it any more.
+"""Which step a loop goes on from; and let a Saver go back: what was saved after a step is discarded, and is the base of
+nothing any more.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def store_of(uploads: Uploads | None) -> StoreRoot | None:
 def choose_step(target: SaveTarget, uploads: Uploads | None, step: int | None, *, discard_newer: bool) -> Json:
     """Return the step to load and, as the second item, the URL where it is not in the directory; None if there is none.
 
-    Of several ranks, rank 0 asks. A directory without checkpoints that is uploaded has lost its disk, or is on another
-    machine now: the store has them.
+    With several ranks, rank 0 asks. A directory without checkpoints that is uploaded has lost its disk, or is on
+    another machine now: the store has them.
     """
     root, there = target.root, store_of(uploads)
     steps = committed_steps(root)
@@ -63,7 +63,7 @@ def choose_step(target: SaveTarget, uploads: Uploads | None, step: int | None, *
 def go_back(target: SaveTarget, uploads: Uploads | None, step: int) -> None:
     """Discard all steps after this one, newest first and durably, when nothing of this Saver is in flight.
 
-    Of several ranks, rank 0 discards them; all call this. The next save is a full one. Raises as `check_may_go_back`;
+    With several ranks, rank 0 discards them; all call this. The next save is a full one. Raises as `check_may_go_back`;
     then all stay.
     """
     target.memory.newest = None  # Before anything goes: an interrupted wait lets the rest go.

@@ -6,7 +6,7 @@
     go back far enough                     was loaded or cleared
     with marks          audits its tables  rows that have changed without a mark are reported, and are in a delta too
 
-Fingerprints of all rows are taken at every such staged save and kept when it commits; of tables in regions only, whose
+Fingerprints of all rows are taken at every such staged save and kept when it commits; only for tables in regions, whose
 rows are in plain memory. So the first delta of a table whose marks were lost holds all of its rows.
 """
 

@@ -1,4 +1,4 @@
-"""Whoever wants to know that optimizers of this process step: one pair of hooks for all, which stays.
+"""Listeners to the steps of this process's optimizers: one pair of hooks for all, which stays.
 
 torch goes through its hooks while a step begins, and raises where one is added or removed meanwhile: by the collector,
 another hook or another thread. So listeners are in a tuple, which is replaced; they go when nothing else holds them.
@@ -47,7 +47,7 @@ def listen(listener: StepListener) -> None:
 def is_stepping() -> bool:
     """Return whether an optimizer is within its step, as far as is known: one that raised counts until it steps again.
 
-    Its closure and hooks of its own run behind the listeners.
+    Its closure and hooks of its own run after the listeners.
     """
     return bool(len(_stepping))
 

@@ -1,7 +1,7 @@
 """Steps of optimizers that wait for the copies of a save, so that forward and backward need not.
 
-Parameters and the state of an optimizer change in its step only, if its owner says so (DeviceOptions.optimizers). A
-hook before the step waits until they are copied: the current streams for those of devices, the trainer himself for
+Parameters and the state of an optimizer change in its step only, if its owner declares that (DeviceOptions.optimizers).
+A hook before the step waits until they are copied: the current streams for those of devices, the trainer himself for
 those of the host, which the background copies meanwhile. Everything else of a state is waited for at the save; and so
 are short tensors, which take less time to copy than to watch.
 """

@@ -31,8 +31,8 @@ _HINT = "remove the file to begin with the oldest step, or give the last step as
 class SeenStep:
     """A step that a consumer has finished.
 
-    digests: of its manifest, and of the manifest that it replaces, if any; empty if unknown. versions: of the files
-    that were found to be that manifest, so that they are read once.
+    digests: those of its manifest and of the manifest that it replaces, if any; empty if unknown. versions: those of
+    files that were found to be that manifest, so that they are read once.
     """
 
     step: int

@@ -1,7 +1,7 @@
 """One update of a follower: a committed step, with its files open, as a change of the previous step.
 
 1. Find the oldest step after the last finished one; read its chain and open all files. While there is none, and the
-   last finished one is gone or was saved anew, training has gone back: then it is the newest step that there is.
+   last finished one is gone or was saved again, training has gone back: then it is the newest step that there is.
 2. It is a delta if its chain contains the last finished step, with one of that step's digests, and only deltas after
    it. Then the layers after that step are the change.
 3. Load: tables that hold the last finished step get the change, removals first, then rows; others the whole chain.

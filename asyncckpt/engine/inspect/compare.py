@@ -3,8 +3,8 @@
 Tensors whose blocks have the same digests hold the same bits, and are not read. Tables are compared by their ids:
 
 1. The ids of both are read, and those of one are looked up among those of the other.
-2. Rows that both take from the same place of the same file are the same: of a delta and its base, nearly all.
-3. The other ones are read column by column in windows, but for columns whose blocks have the same digests.
+2. Rows that both take from the same place of the same file are the same: nearly all, for a delta and its base.
+3. The other ones are read column by column in windows, except columns whose blocks have the same digests.
 
 In memory are the ids of one table at a time: about 60 bytes for each of its rows.
 """

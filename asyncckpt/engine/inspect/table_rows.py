@@ -29,7 +29,7 @@ class Part:
 
     origin    the manifest and the rank that it is of: the same in every chain that has the layer
     rows      positions of the rows that count, ascending; None: all
-    begin     the number of the first of them among all rows of the table, and behind the last one
+    begin     the number of the first of them among all rows of the table, and past the last one
     """
 
     origin: tuple[str, int]

@@ -7,7 +7,7 @@ torch puts it, and only a parameter that this load has filled with its stored dt
 Fused steps take the strides of a parameter for those of its state unseen: so it has them, whatever was stored.
 
 A module may say more in its state_dict() than its load_state_dict() takes: quantized weights say how they are
-quantized. That is all right where it was filled in place, for it is live, or where it is what was stored anyway.
+quantized. That is all right where it was filled in place, because it is live, or where it is what was stored anyway.
 
 A module that makes its tensors of older ones when it loads them gets copies: it could exchange two of its own, or
 change one twice that is there under two names.
@@ -113,7 +113,7 @@ def _put_back(owner: torch.optim.Optimizer, state: Any, as_stored: Mapping[int, 
 
 
 def _like_parameters(owner: torch.optim.Optimizer) -> None:
-    """Give what a state has of the shape of its parameter the strides of that, but for views of larger memory."""
+    """Give what a state has of the shape of its parameter the strides of that, except views of larger memory."""
     turned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # What is there twice stays one tensor.
     for parameter, entries in owner.state.items():
         for key, value in entries.items() if isinstance(entries, dict) else ():
@@ -157,8 +157,8 @@ def _is_cast(now: torch.Tensor, stored: torch.Tensor) -> bool:
 class _Place:
     """Where a value is.
 
-    holder: what it is in: a mapping, a list, or the place of a tuple, which is made anew with another value. None: it
-    is the state itself, which nobody can replace.
+    holder: what it is in: a mapping, a list, or the place of a tuple, which is remade with another value. None: it is
+    the state itself, which nobody can replace.
     """
 
     def __init__(self, holder: Any, key: Any, own: Any = None) -> None:
@@ -198,7 +198,7 @@ class PlainPart:
 
 
 def plain_parts(own: Any, node: Node | None, path: Path, known: dict[int, Any]) -> Iterator[tuple[Path, PlainPart]]:
-    """Return what is plain in a container, or was stored and is not there. node: of what was stored; None: nothing."""
+    """Return what is plain in a container, or was stored and is not there. node: what was stored; None: nothing."""
     if isinstance(own, Values):
         own.known = known
     yield from _parts(_Place(None, None, own), node, path, known)

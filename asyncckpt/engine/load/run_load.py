@@ -4,7 +4,7 @@ discover -> manifests of the chain -> load plan (filter, rename, reshard) -> eve
 parallel reads -> fill -> report
 
 No target is touched before the reads begin. A damaged block found while reading ends the load with CorruptError: tables
-are left empty, dense targets may hold parts of it (the error says so). With `verify="before"`, everything (in a
+are left empty, dense targets may hold parts of it (as the error tells). With `verify="before"`, everything (in a
 checkpoint of several ranks, everything that this one needs) is read and checked first.
 """
 

@@ -63,7 +63,7 @@ class WholeState:
     """The targets for one checkpoint; `tree`, once they are filled.
 
     A tensor that a write filter has dropped is left out, of a list it is None. One that a filter has renamed is under
-    its new name, behind all others.
+    its new name, after all others.
     """
 
     def __init__(self, chain: Chain, contents: Contents, wanted: WholeRequest) -> None:
@@ -99,7 +99,7 @@ class WholeState:
                 )
 
     def tree(self) -> dict[str, Any]:
-        """Return the state; its leaves are the filled targets themselves, but for those that share memory again."""
+        """Return the state; its leaves are the filled targets themselves, except those that share memory again."""
         for table in self._stored:
             table.warn_of_part()
         leaves = shared_again(self._made, self._shared)
@@ -213,7 +213,7 @@ def shared_again(
 ) -> dict[Path, torch.Tensor]:
     """Return loaded tensors as views of the memory that they shared; tied ones are the same tensor.
 
-    shared: as of Contents. Only tensors on one device share memory. CorruptError for views beyond their memory.
+    shared: see Contents. Only tensors on one device share memory. CorruptError for views beyond their memory.
     """
     views: dict[int, torch.Tensor] = {}
     for bytes, places in shared:
@@ -229,7 +229,7 @@ def shared_again(
 
 
 def orders_alone(shared: Sequence[tuple[int, Mapping[Path, SharedView]]]) -> dict[Path, tuple[int, ...]]:
-    """Return the strides of tensors that have their memory alone. shared: as of Contents."""
+    """Return the strides of tensors that have their memory alone. shared: see Contents."""
     return {path: view.strides for _, places in shared if len(places) == 1 for path, view in places.items()}
 
 

@@ -5,7 +5,7 @@ Commits of other threads (compactions, DCP) run in the same loop, beside the sav
 Its thread ends when it has nothing left to do, like those of the pools (pipeline/threads.py), where all blocking work
 runs:
 
-    copiers     what the host copies behind the call of a save
+    copiers     what the host copies after the call of a save
     workers     filters and writes shard files of saves, reads those of loads
     writers     single writes of what runs on a worker
     committer   the steps of a commit, which wait for nothing but the disk
@@ -178,7 +178,7 @@ class Background:
         return due
 
     def forget(self) -> None:
-        """Start anew in a forked child."""
+        """Start over in a forked child."""
         self.__init__()  # type: ignore[misc]
 
 

@@ -3,7 +3,7 @@
 #   from        to          done by
 #   staged      filtering   the background, when the save's turn has come
 #   filtering   writing     the filter has returned
-#   writing     committing  all bytes are on disk; from here cancel() comes too late. Of a load: all are read
+#   writing     committing  all bytes are on disk; from here cancel() comes too late. A load: all are read
 #   committing  committed   the manifest is durable
 #   any above   failed      an error; before committing also cancelled
 #   -           skipped     another save was in flight and on_busy="skip"
@@ -129,8 +129,8 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         """Block this thread until the state is captured, or the save has failed: anybody may change it. DeadlineError
         after `timeout` seconds (None: DEVICE_DEADLINE_S).
 
-        With a state on the host that is so as soon as save_async has returned, but for what only steps of `optimizers=`
-        change. Of a state on devices, copies may still be on their way then: the streams that save_async knows of wait
+        A state on the host is captured as soon as save_async has returned, except what only steps of `optimizers=`
+        change. Copies of a state on devices may still be on their way then: the streams that save_async knows of wait
         for them, others wait after `fence`.
         """
         check_timeout(timeout)

@@ -1,7 +1,7 @@
 """Objects that a load has begun to fill: where it has failed, they are of no step until a load of them succeeds.
 
-They are known by what they are, not by who loads: a Loader beside a PeriodicSaver, or an earlier Checkpointer. Of a
-module each one within counts: the loop may save what holds it, such as DDP, or is held.
+They are known by what they are, not by who loads: a Loader beside a PeriodicSaver, or an earlier Checkpointer. Each
+module within a module counts: the loop may save what holds it, such as DDP, or is held.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncckpt.plan.wrapped_names import unwrapped
 
 
 class HalfFilled:
-    """Weak references: an object that is made anew, in place of such a one, is another one."""
+    """Weak references: a new object in place of such a one is another one."""
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[weakref.ref[Any], int]] = {}

@@ -44,7 +44,7 @@ def commits_of(
 
 @dataclass(frozen=True)
 class Opened:
-    """An open directory. lock: of the process that holds it; a store has none."""
+    """An open directory. lock: the process's own; a store has none."""
 
     root: WriteRoot
     lock: OwnerLock | None = None

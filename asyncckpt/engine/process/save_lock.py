@@ -1,4 +1,4 @@
-"""What is in flight: of the process, one save or load at a time, by the save lock; below it, of one Saver.
+"""What is in flight: in the process one save or load at a time, by the save lock; below it, in one Saver.
 
 #   from      to         done by            when
 #   -         asking     SaveLock.acquire   at once: from here on `release` takes the ticket back, wherever it is
@@ -6,10 +6,10 @@
 #   asking    -          SaveLock.acquire   skipped, refused, or the deadline has passed
 #   held      -          SaveLock.release   committed, failed or cancelled
 
-Queued saves hold tickets behind the first one; the background thread works them off in that order, so commits stay in
-order. A save joins them only behind saves whose state is captured: never while a load, a capture, a blocking save or a
+Queued saves hold tickets after the first one; the background thread works them off in that order, so commits stay in
+order. A save joins them only after saves whose state is captured: never while a load, a capture, a blocking save or a
 DCP save may still change the state, or hold it. The staging of a state for DCP joins all but loads. None of them passes
-a ticket that asks for longer, so whoever waits for all of them has its turn.
+a ticket that asks for longer, so a call that waits for all of them has its turn.
 
 While a ticket is held, handovers of the interpreter lock are short.
 """
@@ -76,8 +76,8 @@ class Ticket:
     """One save or load in flight. `step` is None until it is known.
 
     thread: the one that asks for it, and has to go on for it to end, so that it cannot wait for that. None: all that is
-    left of it is the background's.
-    is_captured: it is a save, and the background has all that it needs, so that saves may queue behind it.
+    left of it is the background's. is_captured: it is a save, and the background has all that it needs, so that saves
+    may queue after it.
     """
 
     kind: Kind
@@ -119,7 +119,7 @@ class SaveLock:
         deadline_s: float,
         before_wait: Callable[[Ticket], None] = lambda other: None,
     ) -> bool:
-        """Take the lock; False when the call shall be skipped. However it ends, `release` may be called behind it.
+        """Take the lock; False when the call shall be skipped. However it ends, `release` may be called after it.
 
         before_wait: called with what is waited for; what it raises ends the call.
         SaveInProgressError, DeadlineError; UsageError for a wait that would have no end.
@@ -202,12 +202,12 @@ class SaveLock:
             return list(self._held)
 
     def wait_until_free(self, seconds: float) -> bool:
-        """Wait until nothing is in flight, for at most so long; return whether it came to that."""
+        """Wait until nothing is in flight, for at most `seconds`; return whether it came to that."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._held, seconds)
 
     def ahead(self) -> list[Ticket]:
-        """Return the tickets that a call on this thread would come behind, oldest first."""
+        """Return the tickets that a call on this thread would come after, oldest first."""
         with self._changed:
             return [*self._held, *(other for other in self._asking if other.thread != threading.get_ident())]
 
@@ -222,7 +222,7 @@ class SaveLock:
             self.release(ticket)
 
     def forget(self) -> None:
-        """Start anew in a forked child."""
+        """Start over in a forked child."""
         self._handovers.give_back()
         self.__init__()  # type: ignore[misc]
 

@@ -57,7 +57,7 @@ class Termination:
 
     @contextlib.contextmanager
     def waiting(self, seconds: float) -> Iterator[None]:
-        """Wait in this block for others; SystemExit so long after SIGTERM, if it ends the process: they may be gone."""
+        """Wait for others in here; SystemExit `seconds` after SIGTERM, if it ends the process: they may be gone."""
         self._waits_s = seconds
         try:
             yield
@@ -69,8 +69,8 @@ class Termination:
     def leave(self, *, at_exit: bool = False) -> None:
         """End the process now that the step is saved: by the handler from before, or SystemExit where there was none.
 
-        Returns if that handler does. at_exit: of the interpreter, where SystemExit is only printed: at once, as SIGTERM
-        does, but with the output that was printed.
+        Returns if that handler does. at_exit: the interpreter ends, where SystemExit is only printed: at once, as
+        SIGTERM does, but with the output that was printed.
         """
         self.is_asked = False
         if callable(self._previous):

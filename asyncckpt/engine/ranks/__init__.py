@@ -1,1 +1,1 @@
-"""Saves of several ranks: who writes what, and what this rank does while they agree."""
+"""Saves of several ranks: which rank writes what, and what this rank does while they agree."""

@@ -61,7 +61,7 @@ class TableSlice:
 
 
 def is_replicated(table: Table) -> bool:
-    """Return whether a table is a Replicated that says so; asked at every save, so not by isinstance."""
+    """Return whether a table is a Replicated with replicated=True; asked at every save, so not by isinstance."""
     return getattr(table, "replicated", False) is True
 
 

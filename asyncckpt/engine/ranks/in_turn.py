@@ -2,7 +2,7 @@
 
 1. The first call for a step claims it. Every later one is for the same step, which is then claimed already.
 2. In the background, each save compares what it holds with the parts before it, as rank 0 does for ranks that save at
-   the same time (rank_save.py), writes its files into the folder of the one attempt, but for replicas that an earlier
+   the same time (rank_save.py), writes its files into the folder of the one attempt, except replicas that an earlier
    part has, and leaves its part here.
 3. The last one proves the manifest of all parts, and publishes it: the commit.
 

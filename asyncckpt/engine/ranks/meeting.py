@@ -100,7 +100,7 @@ class Meeting:
         self._line.hang_up()
 
     def _failed(self) -> PeerError:
-        """Return why there is no outcome: a rank has left before it said so. Who comes afterwards begins anew."""
+        """Return why there is no outcome: a rank has left before it was known. Later ranks start over."""
         self._ask(self._begin_next)
         return PeerError("the ranks cannot meet", rank=None, cause="a rank has left while they met")
 

@@ -2,7 +2,7 @@
 
 coordination.driver runs the protocol, and calls these effects:
 
-    make_folder   rank 0     whether ranks hold the same replicas, and who writes which; what a delta builds upon; the
+    make_folder   rank 0     whether ranks hold the same replicas, and who writes which; the base of a delta; the
                              attempt's folder
     write         all ranks  filter, write and sync the own files; leave the part of the manifest on the channel
     publish       rank 0     put the parts together, check them, publish: the commit
@@ -93,8 +93,8 @@ async def save_with_ranks(job: SaveJob) -> Committed | SkippedByPeer:
 class RankSave:
     """The effects of one save on this rank. Used in the background's loop only.
 
-    is_agreed: who writes what holds for later saves too. contents: the name of what is in the replicas, where all of
-    them have been captured. stopped: the call has ended without what this rank writes.
+    is_agreed: which rank writes what holds for later saves too. contents: the name of what is in the replicas, where
+    all of them have been captured. stopped: the call has ended without what this rank writes.
     """
 
     job: SaveJob
@@ -112,7 +112,7 @@ class RankSave:
         return self.share.ranks
 
     def settle_base(self) -> None:
-        """Choose what a delta builds upon. All saves before this one have ended, so all ranks choose the same."""
+        """Choose the base of a delta. All saves before this one have ended, so all ranks choose the same."""
         if self.job.base is None and self.job.call.kind != "delta":
             return  # It is a full one.
         settle(self.job)
@@ -186,7 +186,7 @@ class RankSave:
         }
 
     async def _claim_step(self, step: int) -> None:
-        """Claim the step that all save: of those that each found to be the next one, the lowest.
+        """Claim the step that all save: the lowest that any rank found to be the next one.
 
         They differ when a save has failed after some ranks had made the next call, and before others did. On every
         rank the numbers ascend from call to call, and so does the lowest.
@@ -243,7 +243,7 @@ class RankSave:
         return is_committed_whole(self.job.target.root.path, attempt)
 
     async def is_base_lost(self, error: BaseException) -> bool:
-        """Return whether a delta has failed because others have removed what it builds upon. Every rank looks."""
+        """Return whether a delta has failed because others have removed its base. Every rank looks."""
         base, commits = self.job.base, self.job.target.commits
         if base is None or not isinstance(error, (ConflictError, PeerError)):
             return False
@@ -254,7 +254,7 @@ class RankSave:
         self.job.future.native_progress.cancel()
 
     def committed(self, outcome: Outcome) -> Committed:
-        """Return what this rank knows now. One that found the manifest itself begins its next delta's chain anew."""
+        """Return what this rank knows now. One that found the manifest itself begins a new chain with its next save."""
         assert self.written is not None
         assert outcome.attempt is not None
         if not self.is_agreed:
@@ -368,8 +368,8 @@ def _attempt_folder(root: WriteRoot, attempt: Attempt) -> Iterator[Directory | S
 
 
 def _common_parents(begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> tuple[ParentFacts, ...]:
-    """Return what the ranks with a delta build upon, which is the same; ConflictError otherwise. Who has called when
-    some of it was compacted lists less of it."""
+    """Return the bases of the ranks with a delta, which are the same; ConflictError otherwise. A rank that called when
+    some of them were compacted lists fewer."""
     chains = {rank: _parents(sent[rank]) for rank, begin in begins.items() if begin.kind == "delta"}
     longest = max(chains, key=lambda rank: len(chains[rank]), default=0)
     for rank, chain in chains.items():

@@ -1,11 +1,11 @@
 """What is in the replicas that a rank has captured, as digests: to find out that ranks hold different ones.
 
-In the background, on the snapshot, and only where all of it has been captured: until it is agreed upon who writes what,
-and with audit. Buffers of modules are left out, since they may differ (replicas.py).
+In the background, on the snapshot, and only where all of it has been captured: until it is agreed which rank writes
+what, and with audit. Buffers of modules are left out, since they may differ (replicas.py).
 
-Of tables that own ids by a rule of their own, which nobody else can check, there are some ids instead: those with the
-smallest fingerprints. If two ranks hold the same ids, these are among the smallest of both; so a small table is checked
-in full, and of a large one it is found if the ranks have more than about one of IDS_MAX ids in common.
+Tables that own ids by a rule of their own, which nobody else can check, give some ids instead: those with the smallest
+fingerprints. If two ranks hold the same ids, these are among the smallest of both; so a small table is checked in full,
+and of a large one it is found if the ranks have more than about one of IDS_MAX ids in common.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IDS_MAX = 4096
 
 @dataclass(frozen=True)
 class Contents:
-    """Digests of replicas by their paths, and some ids of tables that are no replicas, by their names."""
+    """Digests of replicas by their paths, and some ids of tables that are not replicas, by their names."""
 
     digests: Mapping[str, str]
     some_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)

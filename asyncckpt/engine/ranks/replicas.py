@@ -10,8 +10,8 @@ table that holds all ids, and so are the boxes of a tensor that is spread over s
 3. from then on each captures only its share, for as long as it has the same ones and no save fails.
 
 Ranks learn that at different times, and saves may be queued. So a rank that captured its share sends by which agreement
-it did, and a rank that captured everything writes its share of it, if what it holds is what was agreed upon. Where one
-rank alone holds others than before, what each has captured decides about this one save, and the next one asks again.
+it did, and a rank that captured everything writes its share of it, if it holds what was agreed. Where one rank alone
+holds others than before, what each has captured decides about this one save, and the next one asks again.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Replicas:
         return self._list
 
     def by_peers(self, listed: ReplicaList) -> WrittenByPeers | None:
-        """Return what other ranks write, when that is agreed upon; None: capture all, and ask."""
+        """Return what other ranks write, when that is agreed; None: capture all, and ask."""
         agreed = self._agreed
         return agreed[1] if agreed is not None and listed is agreed[0] else None
 

@@ -68,7 +68,7 @@ class Ranks:
 
 
 def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
-    """Announce it behind what is in flight: the others come to this call no sooner either.
+    """Announce it after what is in flight: the others come to this call no sooner either.
 
     A forked child, which ends in the middle of a call of its parent's, has nothing to announce.
     """

@@ -1,19 +1,19 @@
-"""What ranks say to each other beside their saves: which step all of them restore, and behind which all of them stop.
+"""What ranks say to each other beside their saves: which step all of them restore, and after which all of them stop.
 
 All of it is left on the channel under a call that is never forgotten.
 
 To restore:
 
 1. Rank 0 chooses the step; the others wait for its word.
-2. Every rank does its part, and says so to rank 0, whose next word lets all go on.
+2. Every rank does its part, and reports to rank 0, whose next word lets all go on.
 3. A rank that leaves the restore by an error says that it has failed: rank 0 in its next word, the others to rank 0,
    which then fails, too.
 4. A rank that has got SIGTERM says that it was asked, and goes on; the next word of rank 0 says whether any was, and
    all end together. If its process is to end, it waits for the others no longer than ASKED_S_MAX: some may be gone.
 
 To stop: all ranks count their steps alike, and one that is asked to stop in step n leaves the word that all stop in
-step n + 1. In synchronous training no rank ends that step before this one has begun it, behind its word, so all find
-the word there and none has passed it. Ranks that are asked in the same step say the same.
+step n + 1. In synchronous training no rank ends that step before this one has begun it, after its word, so all find the
+word there and none has passed it. Ranks that are asked in the same step say the same.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StepsTogether:
         return 1 if self._ranks is None else 2
 
     def stop(self, asked: str) -> str:
-        """Return why all ranks stop behind the step that has just ended, "" if they do not. asked: why this rank would.
+        """Return why all ranks stop after the step that has just ended, "" if they do not. asked: why this rank would.
 
         PeerError when rank 0 is gone.
         """

@@ -42,7 +42,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Decision:
-    """Who writes what, by path. held: by all ranks. is_same: every rank knows it, for all hold the same."""
+    """Which rank writes what, by path. held: by all ranks. is_same: every rank knows it, for all hold the same."""
 
     owners: Mapping[str, int]
     held: Sequence[Held]

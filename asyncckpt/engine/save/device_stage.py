@@ -37,7 +37,7 @@ class DeviceStage(HostCopies):
 
 
 def pin(arena: Arena, begin: int, end: int, runtime: Runtime, *, limit_bytes: int | None) -> None:
-    """Pin bytes [begin, end) of an arena; a warning says so when they are not, one for each reason."""
+    """Pin bytes [begin, end) of an arena; warn when they are not pinned, once for each reason."""
     total = pool.pinned_bytes() - arena.pinned[1] + arena.pinned_bytes_with(begin, end)
     if limit_bytes is not None and total > limit_bytes:
         _warn_once(f"more than the pinned_memory_limit of {limit_bytes} bytes would be pinned")

@@ -117,7 +117,7 @@ async def commit_alone(job: SaveJob) -> Committed:
 
 
 def _link(job: SaveJob, committed: Committed) -> None:
-    """Note what the next delta builds upon, now that this save has committed; nothing: the next save is a full one."""
+    """Note the base of the next delta, now that this save has committed; nothing: the next save is a full one."""
     memory, written, base = job.target.memory, committed.written, job.base
     if committed.parent is None:
         memory.newest = None

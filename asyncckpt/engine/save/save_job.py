@@ -67,9 +67,9 @@ class TableLink:
 
 @dataclass(frozen=True)
 class ChainLink:
-    """A committed checkpoint, upon which a delta may build: itself as a parent, its own parents, and its tables.
+    """A committed checkpoint, which may be a delta's base: itself as a parent, its own parents, and its tables.
 
-    bytes: of this rank in each checkpoint of the chain, newest first. full_time: of the full one at the end.
+    bytes: this rank's in each checkpoint of the chain, newest first. full_time: that of the full one at the end.
     """
 
     parent: ParentFacts
@@ -100,7 +100,7 @@ class ChainLink:
 class SaverMemory:
     """What a Saver keeps from save to save.
 
-    newest       the newest checkpoint that it has committed, upon which the next delta builds
+    newest       the newest checkpoint that it has committed, the base of the next delta
     retention    the one that was begun last; None where nothing is removed
     half_loaded  the step that a Checkpointer has begun to fill the state with, until that has succeeded
     is_of_loop   whether it saves for a loop, which goes on as if nothing had failed, and not as it is told
@@ -171,7 +171,7 @@ class SaveTarget:
 class SaveCall:
     """What a save was asked for. staged: the call returns when the state is captured, else when the save has ended.
 
-    number: of the call, where several ranks save. progress: counts what is written, for whoever cannot ask the future
+    number: the call's, where several ranks save. progress: counts what is written, for whoever cannot ask the future
     before it is returned. features: in place of those of the Saver.
     """
 
@@ -215,12 +215,12 @@ class SaveJob:
     begun          time of the call, by the performance counter
     write, commit  how it is written and committed: write_files.py, run_save.py, unless a feature does it otherwise
     rows           of each table by its number among the cuts
-    base, newest   what it builds upon as a delta, None: it is full; and the newest committed checkpoint at the call
+    base, newest   its base as a delta, None: it is full; and the newest committed checkpoint at the call
     plan           of what is not in regions
     captured       the tables in regions of the arena
     by_peers       what has been captured, and other ranks write
     copies         with which the state is captured; None: as it is, of the host or of devices
-    begun_us       so long after the call the background has begun with it
+    begun_us       how long after the call the background has begun with it
     staged_at      when all was copied, by the monotonic clock
     """
 
@@ -302,7 +302,7 @@ class Written:
     """Shard files on disk, and what the manifest says of their blocks: digests with those of leaves.
 
     tables: as they are in the checkpoint. dense_structure: a digest of what the manifest says of dense tensors but
-    their digests, where it is known without looking at each. fingerprints: of the rows of tables that are compared.
+    their digests, where it is known without looking at each. fingerprints: those of rows of tables that are compared.
     missed: by table the ids of rows that were changed without a mark. holds_all: the user's filter has left out no
     tensor, and renamed none. written_as: see TableLink, by table.
     """

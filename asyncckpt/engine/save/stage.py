@@ -5,9 +5,9 @@
     the caches, but not the host levels      deferred            blocking  deferred
     not even that                            blocking            blocking  blocking
 
-A deferred table has only its cache level copied while training waits; its host level is exported behind the
-fence. A filter needs whole blocks, so with one no table is deferred; a table of which a delta writes some rows is
-not deferred either, and with audit=True none is.
+A deferred table has only its cache level copied while training waits; its host level is exported after the fence. A
+filter needs whole blocks, so with one no table is deferred; a table of which a delta writes some rows is not deferred
+either, and with audit=True none is.
 
 Tables whose columns are plain memory get regions in the arena (plan/regions.py), so that a full save need copy only
 the rows written since the arena was filled. What the user's own filter function sees are blocks of the plan, so with

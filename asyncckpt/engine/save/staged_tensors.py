@@ -1,4 +1,4 @@
-"""Copies of many tensors in one piece of host memory: of those on the CPU at once, of those on devices behind a fence.
+"""Copies of many tensors in one piece of host memory: those on the CPU made at once, those on devices by a fence.
 
 The memory is an arena, if there is one to be had at once, pinned for the devices that write to it. It goes back to the
 pool when the last tensor over it is gone. Else it is memory of its own.
@@ -162,7 +162,7 @@ def copy_pieces(
 ) -> Pending:
     """Copy pieces to their places in memory, that of an arena if there is one; those of devices are on their way then.
 
-    tensors: those that nobody else can give another form. threads: of the host's copy, 0: all cores. UsageError inside
+    tensors: those that nobody else can give another form. threads: for the host's copy, 0: all cores. UsageError inside
     the capture of a graph, and for a storage that is gone; DeviceError.
     """
     copies = DeviceStage(options)
@@ -184,7 +184,7 @@ def remember_places(image: ImagePlan, pieces: TensorPieces, begins: U64, bytes: 
     """Stage tensors like those that are staged now at their places in an image the next time.
 
     begins, bytes: addresses and sizes of the tensors of the pieces. What is not a staged tensor as a whole, and in one
-    piece, gets a place behind the image.
+    piece, gets a place after the image.
     """
     lent = lent_arena(begins)
     if lent is None:

@@ -30,7 +30,7 @@ from asyncckpt.snapshot.capture import NotAsPlanned
 
 
 def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
-    """Begin a save; of several ranks, all have to learn of it when it fails here."""
+    """Begin a save; with several ranks, all have to learn of it when it fails here."""
     begun = time.perf_counter()
     target.commits.check_not_in_doubt()
     target.check_whole()
@@ -101,8 +101,8 @@ def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
 def _call_back(job: SaveJob, work: Job | None) -> None:
     """End a save whose call has failed or was interrupted, unless the background has begun it.
 
-    One that reads live state is ended in any case, for then the caller may change that; a second interruption does not
-    wait for it.
+    One that reads live state is ended in any case, because then the caller may change that; a second interruption does
+    not wait for it.
     """
     save_lock.hand_over(job.ticket, is_captured=job.staged is not None)
     if work is None or background.withdraw(work):

@@ -58,7 +58,7 @@ class Cut:
         call: int | None = None,
         like: Node | None = None,
     ) -> Cut:
-        """Flatten the dense state and freeze every table, but for what features leave out.
+        """Flatten the dense state and freeze every table, except what features leave out.
 
         like: the tree of an earlier save of this state. call: see SaveFeature.flattened.
         """
@@ -101,7 +101,7 @@ class Cut:
             _call_all([item.cut.fence for item in self.tables])
 
     def hand_over(self) -> None:
-        """Leave the tables to the background, behind an interrupted wait for it."""
+        """Leave the tables to the background, after an interrupted wait for it."""
         for item in self.tables:
             if hands_over(item.cut):
                 item.cut.hand_over()

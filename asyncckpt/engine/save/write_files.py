@@ -83,7 +83,7 @@ def _drain(job: SaveJob, target: ShardTarget) -> Written:
 
 
 def in_order(job: SaveJob, facts: Sequence[TableFacts]) -> tuple[TableFacts, ...]:
-    """Return tables in the order of the cuts; those that a filter has renamed behind them."""
+    """Return tables in the order of the cuts; those that a filter has renamed after them."""
     places = {item.name: number for number, item in enumerate(job.cut.tables)}
     return tuple(sorted(facts, key=lambda item: places.get(item.name, len(places))))
 

@@ -1,1 +1,1 @@
-"""Copies of committed checkpoints in an object store, made behind the saves."""
+"""Copies of committed checkpoints in an object store, made in the background."""

@@ -1,7 +1,7 @@
 """Copy a committed checkpoint to an object store: its files, then its manifest, which makes it visible there.
 
-1. What it builds upon is uploaded first, the full checkpoint before its deltas; of most of it two requests show that it
-   is there already: the manifest, and the list of its files. What is missing of it is uploaded again.
+1. Its bases are uploaded first, the full checkpoint before its deltas; for most of them two requests show that they are
+   there already: the manifest, and the list of its files. What is missing is uploaded again.
 2. Files that the store has with their size are there: a key holds the random id of its attempt, and an upload becomes
    visible as a whole. So an upload goes on, file by file, where a crash ended it.
 3. The other files are read by direct reads, part by part, and every block is compared with its digest on the way: what
@@ -12,7 +12,7 @@
 6. Put the manifest, unless its key is taken: the commit. The key of another writer's checkpoint is a ConflictError;
    where an answer is lost, what is there says whether it was ours.
 7. Read it back, and look at the files again: someone may have removed them meanwhile.
-8. Look again at what it builds upon: whoever removes something there sees what needs it by its manifest alone.
+8. Look again at its bases: a removal there sees what needs it by its manifest alone.
 9. Remove the upload mark.
 """
 
@@ -54,7 +54,7 @@ class AttemptGoneError(NotFoundError):
 
 
 def upload_attempt(path: Path, store: ObjectStore, attempt: Attempt, options: UploadOptions) -> None:
-    """Upload an attempt that is committed in the directory at `path`, with what it builds upon.
+    """Upload an attempt that is committed in the directory at `path`, with its bases.
 
     ConflictError; CorruptError of what is on the disk; IOFailedError and others of the store. AttemptGoneError: it has
     no mark any more, and need not be asked for again.
@@ -90,7 +90,7 @@ def _upload_with_base(root: CheckpointRoot, store: ObjectStore, attempt: Attempt
 
 
 def _go_on_below(root: CheckpointRoot, store: ObjectStore, below: Sequence[SealedHead], options: UploadOptions) -> bool:
-    """Upload what was removed from the store before anybody could see there what builds upon it; return whether
+    """Upload bases that were removed from the store before anybody could see there what needs them; return whether
     anything was. IOFailedError, after which the upload is tried again, while something of it is being removed."""
     names = [parse(name) for name in store.names(MANIFESTS_DIR)]
     going = {name.folder for name in names if name is not None and name.removal}

@@ -1,17 +1,17 @@
-"""The uploads of one Saver, one after the other, on a thread of their own behind its saves. Several ranks have one
-directory, so rank 0 uploads the files of all; the others see by its marks what is not uploaded yet.
+"""The uploads of one Saver, one after the other, on a thread of their own. Several ranks have one directory, so rank 0
+uploads the files of all; the others see by its marks what is not uploaded yet.
 
-What is to be uploaded is known by its mark in the directory (commit/removal.py), so nothing here has to survive:
-the next Saver of the directory goes on. An upload that fails because the store is busy or cannot be reached is tried
-again for a while; then, or when it fails otherwise, it is left, and the error is told once: by
-`SaveFuture.wait_uploaded`, else by `wait_idle` or `close`. When a later one comes to its end, those that are left are
-tried again, until one fails. So a store that refuses all is asked for each commit once, however many are left.
+What is to be uploaded is known by its mark in the directory (commit/removal.py), so nothing here has to survive: the
+next Saver of the directory goes on. An upload that fails because the store is busy or cannot be reached is tried again
+for a while; then, or when it fails otherwise, it is left, and the error is told once: by `SaveFuture.wait_uploaded`,
+else by `wait_idle` or `close`. When a later one succeeds, those that are left are tried again, until one fails. So a
+store that refuses all is asked for each commit once, however many are left.
 
 #   from        to          done by
 #   waiting     uploading   _next
 #   uploading   uploaded    _work_off, when the manifest is in the store
-#   uploading   left        _fail, behind the others that are left
-#   left        uploading   _next, behind an upload that came to its end
+#   uploading   left        _fail, after the others that are left
+#   left        uploading   _next, after an upload that succeeded
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Uploads(SaveFeature):
                 self._fail(attempt, error)
 
     def discarded_after(self, step: int) -> None:
-        """Take note that the loop has removed what was saved after a step: it is no error that it is not uploaded."""
+        """Take note that the loop has removed what was saved after a step: not to upload it is not an error."""
         with self._guard:
             open_ones = (one for one, future in self._futures.items() if not future.done())
             self._discarded.update(one for one in open_ones if one.step > step)

@@ -1,6 +1,6 @@
 """Safetensors files as Hugging Face lays them out: opened, and everything about them checked before data is used.
 
-1. A file is itself; of a folder it is `model.safetensors`, or what `model.safetensors.index.json` lists; an index of
+1. A file is itself; in a folder it is `model.safetensors`, or what `model.safetensors.index.json` lists; an index of
    another name can be given by its own path.
 2. The index is strict JSON. It names files of its own folder and nothing else: a name is one component, and ends with
    `.safetensors`. A name may be a link, as it is in the cache of the hub.
@@ -89,7 +89,7 @@ class HfFiles:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(array.bytes for array in self.arrays.values())
 
 

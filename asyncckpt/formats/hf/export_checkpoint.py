@@ -71,7 +71,7 @@ class ExportPlan:
 
     @property
     def bytes(self) -> int:
-        """Of the tensors."""
+        """The bytes of the tensors."""
         return sum(spec.bytes for _, own in self.files for _, spec in own)
 
     def report(self, path: Path) -> ExportReport:
@@ -115,7 +115,7 @@ def export_checkpoint(
     Names are dotted paths. Tied tensors are written under each of their names. Plain values are left out, and reported;
     tables too, with a RuntimeWarning. Nothing is under the name when an error is raised: NotFoundError, CorruptError,
     UnsupportedError for a dtype or name that cannot be written, UsageError, IOFailedError; but IndeterminateError says
-    that it is there, and perhaps not durable. Takes 300 MiB; of a tensor that ranks hold in boxes, all of it.
+    that it is there, and perhaps not durable. Takes 300 MiB, and all of a tensor that ranks hold in boxes.
     """
     asked = Conversion.of(path, hf_dir, step, durability=durability, verify=verify)
     report = export(asked, shard_size=shard_size)

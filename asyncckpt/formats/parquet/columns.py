@@ -76,7 +76,7 @@ def arrow_errors(owner: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ParquetColumn:
-    """A column of a table, and how it is in a file: `width` numbers in a row, None: one that is no list.
+    """A column of a table, and how it is in a file: `width` numbers in a row, None: one number.
 
     key: what the file calls it, where that is another name.
     """

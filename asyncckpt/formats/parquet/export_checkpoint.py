@@ -43,7 +43,7 @@ NAME_BYTES_MAX = 240
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What to export, checked. tables: of each, its columns."""
+    """What to export, checked. tables: the columns of each."""
 
     chain: Chain
     contents: Contents

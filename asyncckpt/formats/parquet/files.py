@@ -1,7 +1,7 @@
 """Parquet files as tables: found, their schemas checked, and columns read in batches.
 
 1. A file is a table of its own name. In a folder, every `NAME.parquet` is the table NAME: a file, or a folder of files
-   as Spark and others write it, whose rows stand one behind the other in the order of their names. A folder that holds
+   as Spark and others write it, whose rows stand one after the other in the order of their names. A folder that holds
    nothing but parts is one table too, of the folder's name. What begins with `_` or `.` is passed over.
 2. All files of a table have the same columns; `id` is one of them, int64. Of lists without a fixed size, the file's own
    counts say how long they are.

@@ -45,7 +45,7 @@ class CheckpointReader:
         return list(self._arrays)
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
-        """Return a shape; of a slot, with the rows of all slices. NotFoundError."""
+        """Return a shape; a slot has the rows of all slices. NotFoundError."""
         arrays = self._find(name)
         shape = arrays[0].shape
         return shape if len(arrays) == 1 else (sum(array.shape[0] for array in arrays), *shape[1:])
@@ -56,8 +56,7 @@ class CheckpointReader:
 
     @uninterrupted
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor; of a slot, the rows of all slices one behind the other. NotFoundError, CorruptError,
-        IOFailedError."""
+        """Return a tensor, for a slot the rows of all slices in order. NotFoundError, CorruptError, IOFailedError."""
         shape, dtype = self.tensor_shape(name), self.tensor_dtype(name)
         with enough_memory(f"tensor {name!r}, {math.prod(shape) * dtype.itemsize} bytes"):
             tensor = torch.empty(shape, dtype=dtype, device="cpu")

@@ -136,7 +136,7 @@ class RecisDirectory:
 
     @property
     def bytes(self) -> int:
-        """Of all arrays."""
+        """The bytes of all arrays."""
         return sum(array.bytes for array in self.arrays)
 
 

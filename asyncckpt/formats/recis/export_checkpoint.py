@@ -44,7 +44,7 @@ class ExportPlan:
 
     @property
     def bytes(self) -> int:
-        """Of what is stored, about what is going to be written."""
+        """The stored bytes, about as many as are going to be written."""
         return sum(self.chain.blocks[number].placed.spec.bytes for number in self.contents.blocks())
 
     @staticmethod
@@ -156,7 +156,7 @@ def _named(contents: Contents) -> dict[str, StoredDense]:
 
 
 def _blocks(plan: ExportPlan, tables: Sequence[ExportedTable], reader: ChainReader, number: int) -> Iterator[OutBlock]:
-    """Return the blocks of a shard: of all tables, and of the first one the dense tensors."""
+    """Return the blocks of a shard: those of all tables, and in the first one the dense tensors."""
     shard = slice_of(number, plan.shards_count)
     for table in tables:
         for column, spec, source in table.columns(shard):

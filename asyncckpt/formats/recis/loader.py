@@ -55,7 +55,7 @@ class Loader:
     columns     slot of RecIS -> column of the table, where the default does not fit: a slot fills the column of its own
                 name, else `sparse_adam_exp_avg` fills `exp_avg` (likewise of the other optimizers), and `step_filter`
                 fills `last_seen`
-    strict, cast, merge  as of asyncckpt.Loader. A table is emptied first, unless merge=True adds rows, as RecIS does
+    strict, cast, merge  see asyncckpt.Loader. A table is emptied first, unless merge=True adds rows, as RecIS does
     """
 
     def __init__(

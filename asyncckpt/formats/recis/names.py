@@ -129,7 +129,7 @@ def _part_of(stored: str, name: str, owner: str) -> tuple[int, int] | None:
 
 
 def default_columns(slots: list[str], wanted: frozenset[str] | None) -> dict[str, str]:
-    """Return the column that each slot of a table becomes: of the optimizers of RecIS what ours call it.
+    """Return the column that each slot of a table becomes: our name for a slot of RecIS' optimizers.
 
     wanted: the columns of the table to fill; a slot that it has by that very name keeps it. None: there is none yet.
     """

@@ -57,7 +57,7 @@ def slots_of(
 
 
 def out_spec(spec: BlockSpec, name: str, slot: str | None) -> BlockSpec:
-    """Return an array as RecIS has it: of its step filter, [rows, 1]. UnsupportedError for what it cannot have."""
+    """Return an array as RecIS has it: [rows, 1] for its step filter. UnsupportedError for what it cannot have."""
     check_block(name, slot, spec.dtype)
     if slot == STEP_FILTER_SLOT and len(spec.shape) == 1:
         return replace(spec, shape=(*spec.shape, 1), stored_shape=(*spec.shape, 1))

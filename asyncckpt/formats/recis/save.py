@@ -51,8 +51,8 @@ def save(
 ) -> ExportReport:
     """Write tables and tensors as a directory that RecIS loads, in any number of ranks; it is there all at once.
 
-    hashtables, tensors  as of a Saver, of one process: tables of all ids, or of one of RecIS' slices
-    path, columns, optimizer, durability, parallel, verify  as of export_checkpoint; path is the new directory
+    hashtables, tensors  see Saver, of one process: tables of all ids, or of one of RecIS' slices
+    path, columns, optimizer, durability, parallel, verify  see export_checkpoint; path is the new directory
 
     Blocking: nothing may change meanwhile. Jobs of several ranks save with a Saver and export that. `step` of the
     report is 0. Raises what export_checkpoint does.
@@ -99,7 +99,7 @@ def _table_blocks(item: CutTable, names: Mapping[str, str], optimizer: str | Non
 
 
 def _slice(item: CutTable) -> Shard:
-    """Return the slice that a table holds; UsageError where its ids are no slice of RecIS."""
+    """Return the slice that a table holds; UsageError where its ids are not a slice of RecIS."""
     if item.shard == (0, 1):
         return (0, SLICE_SIZE, SLICE_SIZE)
     if len(item.shard) == 3 and item.shard[2] == SLICE_SIZE:

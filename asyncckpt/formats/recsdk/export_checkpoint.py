@@ -75,7 +75,7 @@ class ExportPlan:
 
     @property
     def bytes(self) -> int:
-        """Of what is stored, about what is going to be written."""
+        """The stored bytes, about as many as are going to be written."""
         return sum(self.chain.blocks[number].placed.spec.bytes for number in self.contents.blocks())
 
     @staticmethod
@@ -127,7 +127,7 @@ def export_checkpoint(
     """Write the tables of a checkpoint (default: the newest) as RecSDK reads them; they are there all at once, or not.
 
     recsdk_dir  is made, with its parents; ConflictError when there is something under this name
-    shards      None: ranks merged, and `meta.ini`, as RecSDK has it since 2026. A number: so many rank folders, as it
+    shards      None: ranks merged, and `meta.ini`, as RecSDK has it since 2026. A number: that of rank folders, as it
                 had them before; a rank has the ids whose unsigned value modulo their number is the rank
     columns     momentum -> optimizer slot, as {"momentum1": "sum"}; None: all slots in their order
     verify      read all of it once more before it gets its name, and compare

@@ -189,7 +189,7 @@ def _times(part: StoredPart) -> _Rows:
 
 
 def _blocks(table: str, column: _Column) -> Iterator[tuple[BlockFacts, RowsSource]]:
-    """Return the blocks of a column with their bytes: the rows of all parts, one behind the other."""
+    """Return the blocks of a column with their bytes: the rows of all parts, one after the other."""
     rows_count = sum(part.count for part in column.parts)
     whole = table_spec(table, column.name, column.dtype, (rows_count, *column.row_shape), column.role)
     begin = 0

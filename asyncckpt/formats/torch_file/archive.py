@@ -55,7 +55,7 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 
 def check_storages(path: Path, flat: FlatState, owner: str) -> None:
-    """Raise CorruptError unless each storage of a mapped file is a record of the size that is said of it.
+    """Raise CorruptError unless each storage of a mapped file is a record of its declared size.
 
     torch compares them only where it does not map a file.
     """

@@ -107,13 +107,13 @@ def export_checkpoint(
     file    is made, with folders above it; ConflictError when there is something under this name
     verify  read all of it once more before it gets its name, and compare
 
-    `torch.load(file, weights_only=True)` gives the dict that `asyncckpt.load` does, but for NumPy arrays, which become
+    `torch.load(file, weights_only=True)` gives the dict that `asyncckpt.load` does, except NumPy arrays, which become
     tensors, NumPy scalars, which become numbers, and defaultdicts, which become dicts. Tables are left out, with a
     RuntimeWarning: a file has none. Nothing is under the name when an error is raised: NotFoundError, CorruptError,
     UnsupportedError for a dtype or value that torch would not give back, UsageError, IOFailedError; but
     IndeterminateError says that it is there, and perhaps not durable. Waits while a save or load of this process is in
-    flight. Tensors take room on the disk once more, until it has ended, and no memory; those that overlap without
-    being equal do.
+    flight. Tensors take room on the disk once more, until it has ended, and no memory; those that overlap without being
+    equal do.
     """
     report = export(Conversion.of(path, file, step, durability=durability, verify=verify))
     warn_of_left_out("tables", report.tables, "a file of torch.save")

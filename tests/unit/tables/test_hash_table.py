@@ -229,7 +229,8 @@ def test_slot_names_known_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": ""}, "name of a table is wrong, found '', expected 'a non-empty str'"),
+        ({"name": ""}, "name of a table is wrong, found '', expected \"a non-empty str without '@'\""),
+        ({"name": "a@b"}, "name of a table is wrong, found 'a@b'"),
         ({"name": 3}, "name of a table is wrong"),
         ({"dim": 0}, "dim of a table is wrong, found 0"),
         ({"dim": 2.0}, "dim of a table is wrong"),
