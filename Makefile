@@ -34,7 +34,8 @@ CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/clo
 	tests/cloud/test_dcp_in_a_store.py tests/cloud/test_strategies_in_a_store.py \
 	tests/cloud/test_ranks_in_turn_in_a_store.py tests/cloud/test_embcache_in_a_store.py tests/cloud/test_lost_disks.py \
 	tests/cloud/test_endings_in_a_store.py tests/cloud/test_gone_uploads.py tests/cloud/test_interrupted_calls.py tests/cloud/test_parts_sent.py \
-	tests/cloud/test_forgetful_stores.py tests/cloud/test_compat.py
+	tests/cloud/test_forgetful_stores.py tests/cloud/test_compat.py \
+	tests/cloud/test_writers_disturbed.py tests/cloud/test_resharded_reads.py
 EXPERIMENTAL = tests/experimental
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%) --ignore=$(EXPERIMENTAL)
 INTERRUPTS = tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py \

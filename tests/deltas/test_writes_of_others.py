@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import DeltaPolicy, HashTable, Loader, MultiLevelTable, Saver, SaveResult
+from tests.shares import slow_but_for_a_share
 
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0)
 ROWS = 300
@@ -146,11 +148,11 @@ WRITES = [
     kept_rows, whole_column, slot, view, detached, without_gradients, in_inference_mode, initialized,
     optimizer_of_torch, embedding_of_torch, then_marked, then_grown, in_an_update,
 ]  # fmt: skip
+KINDS = ["full", "delta"]
 
 
 @pytest.mark.filterwarnings("ignore:cache of table")
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-@pytest.mark.parametrize("kind", ["full", "delta"])
+@pytest.mark.parametrize(("write", "kind"), slow_but_for_a_share(product(WRITES, KINDS), "writes of others", every=2))
 def test_saves_hold_what_others_have_written(table: Table, write: Any, kind: Any, tmp_path: Path) -> None:
     with Saver(path=tmp_path, hashtables={"t": table}, deltas=ALWAYS) as saver:
         for step in (1, 2):

@@ -18,6 +18,7 @@ from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.errors import SaveCancelledError
 from tests.devices.training import Trainer, differing
+from tests.shares import slow_but_for_a_share
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
@@ -119,7 +120,7 @@ def is_wrong(runtime: SimulatedRuntime, seed: int, path: Path) -> bool:
         return True
 
 
-@pytest.mark.parametrize("seed", range(SEEDS_COUNT))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "torture of devices", every=3))
 def test_checkpoints_hold_the_cut(seed: int, tmp_path: Path) -> None:
     runtime = SimulatedRuntime(1 + seed % 3, seed=seed, kernels=KERNELS[seed % len(KERNELS)])
     assert wrong_tensors(runtime, seed, tmp_path) == []

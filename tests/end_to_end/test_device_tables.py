@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from asyncckpt.adapters.fbgemm_cache import CachedTable
 from asyncckpt.devices.host_copies import DeviceCopies
 from asyncckpt.snapshot import table_capture
 from asyncckpt.tables import HashTable, MultiLevelTable, Uniform
+from tests.shares import slow_but_for_a_share
 from tests.simulated_device import SimulatedRuntime
 from tests.unit.tables.simulated_rows import tables_on_a_device
 
@@ -125,8 +127,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), slow_but_for_a_share(product(KINDS, WAYS), "tables of devices", every=3))
 def test_every_checkpoint_is_that_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, way: str
 ) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from tests.shares import slow_but_for_a_share
 
 PROGRAM = """
 import sys
@@ -44,8 +47,10 @@ print(sorted(set(sys.modules) - before), compiled)
 """
 
 
-@pytest.mark.parametrize("how", ["staged", "blocking"])
-@pytest.mark.parametrize("saver", ["deltas", "plain", "tables", "kept", "filtered"])
+WAYS = product(["deltas", "plain", "tables", "kept", "filtered"], ["staged", "blocking"])
+
+
+@pytest.mark.parametrize(("saver", "how"), slow_but_for_a_share(WAYS, "first saves", every=3))
 def test_the_first_save_imports_and_compiles_nothing(tmp_path: Path, saver: str, how: str) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), saver, how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -19,6 +19,7 @@ import asyncckpt
 from asyncckpt.model.table import CutVersion
 from asyncckpt.tables.touched_rows import TouchedRows
 from tests.everyday.loop import Image, Loop, in_order, rows_of
+from tests.shares import slow_but_for_a_share
 
 SEEDS_COUNT = 8
 OPERATIONS_COUNT = 60
@@ -242,7 +243,7 @@ def run(seed: int, path: Path) -> None:
         raise
 
 
-@pytest.mark.parametrize("seed", range(SEEDS_COUNT))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "everyday loops", every=2))
 def test_what_is_acknowledged_is_what_was_trained(seed: int, tmp_path: Path) -> None:
     run(seed, tmp_path / "ckpt")
 

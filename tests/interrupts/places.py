@@ -31,7 +31,7 @@ _BEHIND_AWAIT = 2
 _TURNS = 2
 _WHOLE_EVERY = 16
 # How many places of a call are tried, at most.
-SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "40"))
+SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "24"))
 FEW = min(SOME // 4, 150)  # Of calls around these.
 # Here Python itself drops what is raised, or leaves descriptors behind: beginnings of destructors, asyncio.run.
 _OF_PYTHON = ("finalize.__call__", "WeakValueDictionary.__init__.<locals>.remove", "Runner._lazy_init", "Runner.close")

@@ -22,6 +22,7 @@ from asyncckpt.devices.watches import Watch
 from asyncckpt.engine.features import steps
 from asyncckpt.engine.features.steps import StepFences
 from asyncckpt.engine.save import save_job
+from tests.shares import slow_but_for_a_share
 from tests.steps import gate as gates
 from tests.steps.trainer import Trainer
 from tests.steps.trainings import Training
@@ -91,7 +92,7 @@ def seams(monkeypatch: pytest.MonkeyPatch, mesh: Any) -> Iterator[Seams]:
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("seed", range(SEEDS_COUNT))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "models of steps", every=3))
 def test_saves_are_as_the_model_says(seed: int, tmp_path: Path, seams: Seams, base_seed: int) -> None:
     assert seams.wrong(base_seed + seed, tmp_path) == []
 

@@ -21,6 +21,7 @@ from asyncckpt.devices.step_copies import StepCopies
 from asyncckpt.devices.watches import Watch
 from asyncckpt.engine.features.steps import StepFences
 from tests.devices.training import differing
+from tests.shares import slow_but_for_a_share
 from tests.simulated_device import SimulatedRuntime
 from tests.steps import gate as gates
 
@@ -176,7 +177,7 @@ def bytes_min_of(seed: int) -> int:
     return (1, 1, 100)[seed % 5 % 3]
 
 
-@pytest.mark.parametrize("seed", range(SEEDS_COUNT))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "programs of steps", every=3))
 def test_a_save_holds_its_cut_or_is_refused(
     seed: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

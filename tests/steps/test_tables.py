@@ -23,6 +23,7 @@ from asyncckpt.nn import HashEmbedding, Uniform
 from asyncckpt.optim import SparseAdam, SparseSGD
 from asyncckpt.snapshot import table_capture
 from asyncckpt.tables.touched_rows import RowWatchers
+from tests.shares import slow_but_for_a_share
 from tests.steps import gate as gates
 
 pytestmark = pytest.mark.any_core
@@ -406,7 +407,7 @@ def wrong(seed: int, path: Path, gate: gates.Gate) -> list[str]:
                 save.future.exception(30)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS_COUNT))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "steps over tables", every=3))
 def test_a_save_holds_its_cut_or_is_refused(seed: int, tmp_path: Path, gate_before: gates.Gate) -> None:
     assert wrong(seed, tmp_path, gate_before) == []
 

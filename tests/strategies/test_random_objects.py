@@ -17,6 +17,7 @@ import torch
 import asyncckpt
 from asyncckpt.strategies import CommonLoad, CommonSave, ShardedLoad, ShardedSave
 from asyncckpt.strategies.mapping import ShardedObject, ShardedTensor
+from tests.shares import slow_but_for_a_share
 
 pytestmark = pytest.mark.any_core
 SCALARS = (
@@ -79,7 +80,7 @@ def check_same(found: Any, expected: Any, at: str = "") -> None:
         assert found == expected, at
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(30), "random sharded objects", every=3))
 def test_objects_come_back(seed: int, tmp_path: Path) -> None:
     drawn = Drawn(seed)
     objects = {f"o{number}": drawn.value() for number in range(4)}
