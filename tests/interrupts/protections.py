@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
-from inspect import unwrap
+from inspect import getsource, unwrap
 from typing import Any
 
 from asyncckpt.signals import Uninterrupted
+
+IN_A_CALL = re.compile(r"with uninterrupted|uninterrupted\.")  # A decorator has done its part at the import.
 
 
 class Unprotected:
@@ -31,6 +34,7 @@ def without_protection(name: str) -> tuple[Any, str, object]:
         owner = getattr(owner, part)
     found = getattr(owner, attribute)
     if isinstance(found, Uninterrupted):
+        assert IN_A_CALL.search(getsource(owner)), f"{module} has no block that it protects: has it moved?"
         return owner, attribute, Unprotected()
     assert hasattr(found, "__wrapped__"), f"{name} is not protected: has its protection moved?"
     return owner, attribute, unwrap(found)  # Also without what keeps compilers away.

@@ -23,7 +23,7 @@ CONTROLS = {
     "asyncckpt.saver:Saver.save": "test_interrupts.py::test_calls_of_a_saver[_save_blocking]",
     "asyncckpt.saver:Saver.prepare": "test_interrupts.py::test_calls_of_a_saver[_prepare]",
     "asyncckpt.saver:Saver.compact": "test_interrupts.py::test_calls_of_a_saver[_compact]",
-    "asyncckpt.saver:uninterrupted": "test_interrupts.py::test_calls_of_a_saver[_close_and_open]",
+    "asyncckpt.saver:open_saver": "test_interrupts.py::test_calls_of_a_saver[_close_and_open]",
     "asyncckpt.loader:load_now": "test_interrupts.py::test_loads[_load]",
     "asyncckpt.loader:uninterrupted": "test_interrupts.py::test_loads[_load_async]",
     "asyncckpt.tables.trained_table:uninterrupted": "test_interrupts.py::test_admission[lookup]",
