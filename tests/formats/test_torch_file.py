@@ -135,7 +135,9 @@ def anonymous_growth(call: Any) -> int:
     looking = threading.Thread(target=look)
     looking.start()
     try:
-        call()
+        made = call()
+        found.append(anonymous_bytes())  # With what it returns, whenever the other thread had a turn.
+        del made
     finally:
         ended.set()
         looking.join()
