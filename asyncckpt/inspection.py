@@ -134,7 +134,7 @@ def find_rows(path: str | os.PathLike[str], table: str, ids: Sequence[int], step
     try:
         wanted = np.array(list(ids), dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:
-        raise UsageError(f"ids are no int64 numbers: {error}") from error
+        raise UsageError(f"ids are not int64 numbers: {error}") from error
     with _opened(path, step) as opened:
         tables = opened.contents.tables
         if table not in tables:

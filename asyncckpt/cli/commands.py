@@ -68,7 +68,7 @@ def parser_of_all() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     """Return the parser of the program, and those of its commands by name."""
     parser = ArgumentParser(
         prog="asyncckpt",
-        description="Look at checkpoint directories of asyncckpt, prove them sound, compare, change and follow them.",
+        description="Inspect, verify, compare, convert and clean up asyncckpt checkpoint directories.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )

@@ -166,7 +166,7 @@ class KnownChain:
 def base_lost(step: int, why: str) -> ConflictError:
     """Return the error of a delta which has lost the checkpoint of this step, that it would build upon."""
     return ConflictError(
-        f"step {step}, which a delta would build upon, is not there any more: {why}",
+        f"step {step}, the base of the delta, no longer exists: {why}",
         hint="save a full checkpoint: kind='full' or 'auto'",
     )
 
@@ -192,11 +192,11 @@ def _check_rest(
 ) -> None:
     """Check that a parent builds upon what comes next; where that was compacted, the chain may end earlier."""
     if [item.step for item in rest] != [item.step for item in found[: len(rest)]]:
-        what = f"it has a gap, its parent step {parent.step} builds upon others"
+        what = f"it has a gap, its parent step {parent.step} has other bases"
         raise _broken(child, what, found=_shown(found), expected=_shown(rest))
     for theirs, ours in zip(found, rest, strict=False):
         if theirs != ours:
-            what = f"its parent step {parent.step} builds upon another checkpoint of step {ours.step}"
+            what = f"its parent step {parent.step} is based on another checkpoint of step {ours.step}"
             pins = [(theirs.digest, ours.digest), (theirs.attempt, ours.attempt)]
             differing = next(pair for pair in pins if pair[0] != pair[1])
             raise _broken(child, what, found=differing[0], expected=differing[1])

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from asyncckpt.arguments import is_text
 from asyncckpt.dcp.planned_data import from_stream
-from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
+from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError, Words
 from asyncckpt.format import limits
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.weights_only import why_refused
@@ -53,7 +53,7 @@ class DcpFiles:
         place, _ = self._place(index)
         if bytes > place.length + BLOW_UP_BYTES_MAX:
             what = f"the metadata of the DCP checkpoint says more of {index.fqn!r} than there is"
-            raise CorruptError(what, found=f"{place.length} bytes", expected=f"{bytes} bytes")
+            raise CorruptError(what, found=Words(f"{place.length} bytes"), expected=f"{bytes} bytes")
 
     def value(self, name: str) -> Any:
         found = from_stream(self._stream(MetadataIndex(name)), name=name)
@@ -111,7 +111,7 @@ class DcpFiles:
             raise io_failed(f"file {name!r} of the DCP checkpoint cannot be looked at", error) from error
         if not 0 <= begin <= begin + count <= size:
             what = f"{index.fqn!r} of the DCP checkpoint is not within file {name!r} of {size} bytes"
-            raise CorruptError(what, found=f"bytes {begin} to {begin + count}")
+            raise CorruptError(what, found=Words(f"bytes {begin} to {begin + count}"))
         return place, file
 
     def _open(self, name: str) -> io.BufferedReader:

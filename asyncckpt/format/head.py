@@ -182,7 +182,7 @@ def manifest_digest(raw: bytes, *, owner: str) -> str:
     stored = raw[-35:-3].decode("ascii", "replace")
     computed = xxhash.xxh3_128_hexdigest(raw[:-END_BYTES])
     if stored != computed:
-        raise CorruptError(f"{owner} is damaged: its digest is wrong", found=computed, expected=stored)
+        raise CorruptError(f"{owner} is damaged: its digest does not match", found=computed, expected=stored)
     return computed
 
 

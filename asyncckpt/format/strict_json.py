@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from asyncckpt.errors import CorruptError
+from asyncckpt.errors import CheckpointError, CorruptError, must_be
 from asyncckpt.format import limits
 from asyncckpt.format.limits import I64_MAX
 
@@ -124,10 +124,8 @@ class Fields:
             what = f"{self.owner}: {self.where} has no {key!r}"
             raise CorruptError(what, found=sorted(self.members)[:20]) from None
 
-    def wrong(self, key: str, expected: str) -> CorruptError:
-        return CorruptError(
-            f"{self.owner}: {self.where}.{key} is wrong", found=shown(self.members[key]), expected=expected
-        )
+    def wrong(self, key: str, expected: str) -> CheckpointError:
+        return must_be(f"{self.owner}: {self.where}.{key}", expected, shown(self.members[key]), kind=CorruptError)
 
     def text(self, key: str) -> str:
         value = self.value(key)

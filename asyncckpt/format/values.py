@@ -38,10 +38,6 @@ if TYPE_CHECKING:  # Manifests are read without it: the command line starts at o
 
 _PLAIN_INT_MAX = 2**53
 _ONCE_THERE = frozenset((type(None), bool, int, float, complex, str, bytes))  # Equal items are one, before and after.
-PLAIN = (
-    "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, defaultdict, set, "
-    "frozenset, slice, range, torch.dtype, torch.Size or torch.device"
-)
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(:\d{1,3})?")
 _BOUNDS = ("start", "stop", "step")
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
@@ -141,10 +137,8 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
         _check_keys(pairs, owner)
         return {mapping_kind(value): pairs}
     raise UsageError(
-        f"value {owner} is not plain",
-        found=type(value).__name__,
-        expected=PLAIN,
-        hint="nothing is ever pickled: convert it, or save it as a tensor",
+        f"{owner} has type {type(value).__name__}, which cannot be saved: asyncckpt never pickles",
+        hint="leave it out, or turn it into a tensor, a number, text, or a list or dict of these",
     )
 
 
@@ -280,7 +274,7 @@ def _device(name: str) -> torch.device:
     except RuntimeError as error:
         raise _not_in_torch("device", name) from error
     if str(found) != name:  # torch makes cuda:300 cuda:44.
-        raise ValueError(f"{name!r} is no device")
+        raise ValueError(f"{name!r} is not a device")
     return found
 
 
@@ -288,7 +282,7 @@ def _not_in_torch(what: str, name: str) -> Exception:
     import torch
 
     if not _NAME.fullmatch(name):
-        return ValueError(f"{name!r} is no {what}")
+        return ValueError(f"{name!r} is not a {what}")
     return UnsupportedError(
         f"torch {torch.__version__} has no {what} {name!r}", hint="load it with the torch that saved it"
     )

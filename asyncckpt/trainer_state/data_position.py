@@ -160,6 +160,6 @@ def _sampler_of(loader: Any) -> tuple[ResumableSampler | None, int]:
             return inner, size
     raise UsageError(
         "the position of this loader cannot be saved",
-        found=type(loader).__name__,
+        found=type(loader),
         expected="a DataLoader with a ResumableSampler, or a loader with state_dict() and load_state_dict()",
     )

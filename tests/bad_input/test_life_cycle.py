@@ -106,7 +106,7 @@ def test_case_111_same_step_twice(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         saver.save(5)
         for again in (saver.save, saver.save_async):
-            with pytest.raises(asyncckpt.ConflictError, match=r"step 5 exists already.*never overwritten"):
+            with pytest.raises(asyncckpt.ConflictError, match=r"step 5 already exists.*never overwritten"):
                 again(5)
         saver.save(3)
         assert saver.save().step == 6

@@ -197,7 +197,7 @@ def test_a_name_that_is_taken_and_damage_leave_nothing(tmp_path: Path) -> None:
     table.insert(torch.arange(5000), torch.randn(5000, 2))
     asyncckpt.save(tmp_path / "run", {}, hashtables={"user": table})
     (tmp_path / "out").mkdir()
-    with pytest.raises(ConflictError, match="exists already"):
+    with pytest.raises(ConflictError, match="already exists"):
         recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out")
     [shard] = (tmp_path / "run" / "data").glob("*/*.safetensors")
     raw = bytearray(shard.read_bytes())

@@ -105,7 +105,7 @@ def test_the_best_model_is_loaded_in_the_end_and_exported(tmp_path: Path) -> Non
     whole = asyncckpt.load(running.checkpoint_dir, STEPS)["model"]
     last = AutoModelForCausalLM.from_pretrained(tmp_path / "last").state_dict()
     assert all(torch.equal(whole[name], last[name]) for name in last)
-    with pytest.raises(asyncckpt.ConflictError, match="exists already"):
+    with pytest.raises(asyncckpt.ConflictError, match="already exists"):
         export_pretrained(running.checkpoint_dir, tmp_path / "last")
     assert not list(tmp_path.glob(".hf-*"))
 

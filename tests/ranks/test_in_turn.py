@@ -224,7 +224,7 @@ def test_other_steps_may_be_saved_between_the_parts(tmp_path: Path) -> None:
     other = {"x": torch.ones(1)}
     for rank in range(RANKS):
         assert len(save(tmp_path, rank, 9).waits_for) == 3 - rank
-        with pytest.raises(asyncckpt.ConflictError, match="step 9 exists already"):
+        with pytest.raises(asyncckpt.ConflictError, match="step 9 already exists"):
             asyncckpt.save(tmp_path, other, 9)
         asyncckpt.save(tmp_path, other, rank)
     assert asyncckpt.list_steps(tmp_path) == [0, 1, 2, 3, 9]

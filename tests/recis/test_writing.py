@@ -241,7 +241,7 @@ def test_a_name_that_is_taken_is_left_alone(tmp_path: Path) -> None:
         lambda: recis.export_checkpoint(tmp_path / "run", tmp_path / "ckpt"),
         lambda: recis.save(tmp_path / "ckpt", tensors={"x": torch.ones(1)}),
     ):
-        with pytest.raises(ConflictError, match="exists already"):
+        with pytest.raises(ConflictError, match="already exists"):
             call()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "run"]
     assert list((tmp_path / "ckpt").iterdir()) == []

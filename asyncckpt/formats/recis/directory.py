@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
+from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError, Words
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Fields, loads
 from asyncckpt.formats.data_files import DataFiles, FileArray, array_of
@@ -187,7 +187,7 @@ def _read_index(folder: Directory) -> tuple[list[str], dict[str, int]]:
         )
     places = {key: blocks.integer(key, at_most=max(0, len(by_number) - 1)) for key in blocks.members}
     if places and not by_number:
-        raise CorruptError(f"{owner} names no files", found=f"{len(places)} blocks")
+        raise CorruptError(f"{owner} names no files", found=Words(f"{len(places)} blocks"))
     return [by_number[number] for number in range(len(by_number))], places
 
 

@@ -126,7 +126,7 @@ def test_what_is_refused_ends_with_its_code(source: Path, tmp_path: Path) -> Non
         (ExitCode.USAGE, "SLOT=COLUMN", ("import", "recis", source, run, "--column", "a")),
         (ExitCode.USAGE, "invalid choice", ("import", "other", source, run)),
         (ExitCode.UNREADABLE, "complex64", ("export", "recis", tmp_path / "odd", tmp_path / "new")),
-        (ExitCode.HELD, "exists already", ("export", "recis", run, source, "--optimizer", "sparse_adam")),
+        (ExitCode.HELD, "already exists", ("export", "recis", run, source, "--optimizer", "sparse_adam")),
     ]
     for code, words, arguments in cases:
         for more in ((), ("--dry-run",)):

@@ -192,7 +192,7 @@ def test_new_table_takes_the_options() -> None:
 
 @pytest.mark.parametrize("options", [{"optimizer_slots": {}}, {"initializer": 0.0}])
 def test_options_beside_a_table_are_refused(options: Any) -> None:
-    with pytest.raises(UsageError, match="table 'user' exists already, its slots and initializer are set"):
+    with pytest.raises(UsageError, match="table 'user' already exists, its slots and initializer are set"):
         HashEmbedding(HashTable("user", DIM), **options)
 
 
