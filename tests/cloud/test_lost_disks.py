@@ -49,7 +49,7 @@ def test_a_loop_that_does_not_restore_begins_no_second_history(owner: seaweed.Se
     run(tmp_path / "lost", url, to=6)
     newest = asyncckpt.list_steps(url)[-1]
     with asyncckpt.Checkpointer(tmp_path / "new", every=2, options={"upload": url}, x=torch.zeros(1)) as ckpt:
-        with pytest.raises(asyncckpt.UsageError, match=f"step {newest} is not behind those that are in '{url}'"):
+        with pytest.raises(asyncckpt.UsageError, match=f"not above step {newest}, the newest in '{url}'"):
             ckpt.step(newest)
         ckpt.step(newest + 1)  # Somebody has loaded that by other means.
     assert asyncckpt.list_steps(url)[-1] == newest + 1

@@ -207,5 +207,5 @@ def test_one_process_saves_all_ranks_in_turn(path: Path) -> None:
     assert load(path, 3) == load(path, 2) == before
     with Saver(rank=0, in_turn=True) as saver:
         assert saver.load(nets(2)[0], path).world_size == 3
-    with pytest.raises(asyncckpt.UsageError, match="in_turn is wrong"):
+    with pytest.raises(asyncckpt.UsageError, match="in_turn must be"):
         Saver(rank=0, in_turn=1)  # type: ignore[arg-type]

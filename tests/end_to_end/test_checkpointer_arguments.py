@@ -59,9 +59,9 @@ def test_options_are_those_of_a_saver(tmp_path: Path) -> None:
     with asyncckpt.Checkpointer(tmp_path, every=2, options={"durability": "none"}, x=torch.zeros(2)) as ckpt:
         ckpt.step(1)
     assert ckpt.path == str(tmp_path)
-    with pytest.raises(asyncckpt.UsageError, match="exactly one of every and every_seconds"):
+    with pytest.raises(asyncckpt.UsageError, match="say when to save: every=STEPS or every_seconds=SECONDS"):
         asyncckpt.Checkpointer(tmp_path, x=torch.zeros(2))
-    with pytest.raises(asyncckpt.UsageError, match="every is wrong, found 0"):
+    with pytest.raises(asyncckpt.UsageError, match=r"every must be .*; got 0"):
         asyncckpt.Checkpointer(tmp_path, every=0, x=torch.zeros(2))
 
 

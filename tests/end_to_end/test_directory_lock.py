@@ -159,7 +159,7 @@ def test_whatever_a_held_lock_says_it_is_held(tmp_path: Path, content: bytes) ->
     try:
         fcntl.fcntl(holder, 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         opened = os.listdir("/proc/self/fd")
-        with pytest.raises(asyncckpt.ConflictError, match="is being written by another process, found 'an unknown"):
+        with pytest.raises(asyncckpt.ConflictError, match="is locked by an unknown process"):
             asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)})
         assert os.listdir("/proc/self/fd") == opened
     finally:

@@ -50,7 +50,7 @@ def test_a_save_that_is_asked_for_is_queued_and_none_is_made_by_itself(tmp_path:
         assert periodic.step(4, save=False) is None
         gate.open()
         periodic.drain(60)
-        with pytest.raises(asyncckpt.UsageError, match="save is wrong"):
+        with pytest.raises(asyncckpt.UsageError, match="save must be"):
             periodic.step(5, save="yes")  # type: ignore[arg-type]
     assert asyncckpt.list_steps(tmp_path) == [1, 3, 4]  # The last one at the end.
 

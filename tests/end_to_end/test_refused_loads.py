@@ -98,7 +98,7 @@ def positions(count: int) -> DataPosition:
 def test_objects_that_are_known_are_checked_before_anything_is_touched(tmp_path: Path, was: Any, now: Any) -> None:
     asyncckpt.save(tmp_path, {"x": torch.ones(2), "it": was}, durability="none")
     x = torch.zeros(2)
-    with pytest.raises(IncompatibleError, match=r"1 problem: 'it' .*nothing was changed"):
+    with pytest.raises(IncompatibleError, match=r"nothing was changed: 'it' "):
         asyncckpt.Loader(tmp_path, tensors={"x": x, "it": now}).load()
     assert not x.any()
 

@@ -198,7 +198,7 @@ def unsaid_on_one(silent: int, rank: int, folder: Path) -> None:
         table = hash_table(**({} if rank == silent else {"shard": (rank, RANKS_COUNT)}))
         error = UsageError if rank == silent else PeerError
         with (
-            pytest.raises(error, match="does not say what this rank holds"),
+            pytest.raises(error, match="does not say which ids this rank holds"),
             saver_of(rank, folder / str(number), {"t": table}) as saver,
         ):
             saver.save_async(1).result(WAIT_S_MAX)
@@ -242,7 +242,7 @@ def replicas_differ(kind: str, rank: int, folder: Path) -> None:
     if rank == 2:
         insert(table, IDS[7:8], 1)
     with saver_of(rank, folder / "checkpoints", {"t": table}) as saver:
-        refused(saver, 1, "'t' is taken for a replica, and has other values on ranks 0 and 2")
+        refused(saver, 1, "'t' has different rows on ranks 0 and 2")
         insert(table, IDS)
         saver.save_async(1).result(WAIT_S_MAX)
         saver.save_async(2).result(WAIT_S_MAX)
@@ -270,11 +270,11 @@ def audited(kind: str, rank: int, folder: Path) -> None:
         saver.save_async(2, kind="delta").result(WAIT_S_MAX)
         if rank == 1:
             insert(table, IDS[:1], 1)
-        refused(saver, 3, "'t' is taken for a replica, and has other values on ranks 0 and 1")
+        refused(saver, 3, "'t' has different rows on ranks 0 and 1")
         insert(table, IDS[:1])
         if rank == 3:
             tensor[2999] = 1
-        refused(saver, 3, r'tensor \["w"\] is taken for a replica, and has other values on ranks 0 and 3')
+        refused(saver, 3, r'tensor \["w"\] has different values on ranks 0 and 3')
         tensor[2999] = 0
         saver.save_async(3, kind="delta").result(WAIT_S_MAX)
 
@@ -328,7 +328,7 @@ def modules(rank: int, folder: Path) -> None:
     with saver_of(rank, folder / "checkpoints", tables) as saver:
         if rank == 1:
             module["wide"].weight.data[39, 99] = 2.0
-        refused(saver, 1, "'wide' is taken for a replica, and has other values on ranks 0 and 1")
+        refused(saver, 1, "'wide' has different rows on ranks 0 and 1")
         module["wide"].weight.data[39, 99] = 1.0
         saver.save_async(1).result(WAIT_S_MAX)
         saver.save_async(2).result(WAIT_S_MAX)
@@ -378,7 +378,7 @@ def tensors(rank: int, folder: Path) -> None:
             if rank == where:
                 tensor[(-1,) * tensor.dim()] = 7.0
             first = 1 if name == "box" else 0
-            refused(saver, 1, rf'tensor \["{name}".* is taken for a replica, .* on ranks {first} and {where}')
+            refused(saver, 1, rf'tensor \["{name}".* has different values on ranks {first} and {where}')
             tensor[(-1,) * tensor.dim()] = kept
         saver.save(1)
         state["small"].fill_(float(rank))  # Later ones are looked at with audit only.

@@ -270,7 +270,7 @@ def test_what_saves_by_itself_refuses_ranks_in_turn(tmp_path: Path) -> None:
             asyncckpt.Checkpointer(tmp_path, every=1, options={"ranks": IN_TURN, **more}, x=torch.nn.Linear(1, 1))
     with pytest.raises(asyncckpt.UsageError, match="in turn"):
         asyncckpt.RankOptions(process_group=object(), in_turn=True)
-    with pytest.raises(asyncckpt.UsageError, match="in_turn is wrong"):
+    with pytest.raises(asyncckpt.UsageError, match="in_turn must be"):
         asyncckpt.RankOptions(in_turn=1)  # type: ignore[arg-type]
 
 

@@ -166,7 +166,7 @@ CASES: dict[str, tuple[type[CheckpointError], str, Spoil]] = {
     ),
     "a file number that is none": (
         CorruptError,
-        "is wrong",
+        "must be",
         lambda d: change_json(d, INDEX, lambda j: j["block_index"].update({EMBEDDING: 99})),
     ),
     "two files of one number": (

@@ -149,7 +149,7 @@ def test_a_bad_state_changes_nothing(change: Any, text: str) -> None:
 def test_what_has_no_state_is_refused() -> None:
     with pytest.raises(asyncckpt.UnsupportedError, match="generator 'os' has no state"):
         RngState(generators={"os": random.SystemRandom()})
-    with pytest.raises(asyncckpt.UsageError, match="ranks_changed is wrong"):
+    with pytest.raises(asyncckpt.UsageError, match="ranks_changed must be"):
         RngState(ranks_changed="yes")  # type: ignore[arg-type]
     with pytest.raises(asyncckpt.UsageError, match="given together"):
         RngState(rank=1)

@@ -38,7 +38,7 @@ def test_a_step_is_saved_once_at_a_time(root: CheckpointRoot) -> None:
     with pytest.raises(asyncckpt.ConflictError, match="step 3 already exists"):
         claims.save(root, 3)
     for wrong in (-1, 10**12, True, "3"):
-        with pytest.raises(asyncckpt.UsageError, match="step is wrong"):
+        with pytest.raises(asyncckpt.UsageError, match="step must be"):
             claims.save(root, wrong)  # type: ignore[arg-type]
 
 

@@ -71,7 +71,7 @@ def test_wrong_arguments_are_usage_errors(make: Any, message: str) -> None:
         (filters.compress(), "no list"),
         ("compress", "no list"),
         ([everything], "something else"),
-        ([filters.keep_rows("item", everything)], "names no table"),
+        ([filters.keep_rows("item", everything)], "there is no table 'item'"),
         ([filters.cast("user@weight", torch.float16)], "names no column"),
         ([filters.cast("user@id", torch.int32)], "ids are always stored as they are"),
         ([filters.compress(name="user@id")], "ids are always stored as they are"),

@@ -302,8 +302,8 @@ def test_numbers_that_cannot_be_encoded_name_the_id(small_windows: int) -> None:
         ([filters.cast("head.weigth", torch.float16)], "not saved"),
         ([filters.keep_rows("item", lambda c: c["id"] > 0)], "not saved"),
         ([filters.skip_zero_rows("item@embedding")], "not saved"),
-        ([filters.quantize("head.bias")], "cannot be for 'head.bias'"),
-        ([filters.cast("head.step", torch.float16)], "cannot be for 'head.step'"),
+        ([filters.quantize("head.bias")], "cannot be applied to 'head.bias'"),
+        ([filters.cast("head.step", torch.float16)], "cannot be applied to 'head.step'"),
         ([filters.compress(), filters.cast("head.*", torch.float16)], "comes too late"),
     ],
 )

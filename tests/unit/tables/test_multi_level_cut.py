@@ -456,7 +456,7 @@ def test_ends_of_a_cut() -> None:
     saving.export(1)
     with pytest.raises(UsageError, match="window 1 of a cut of table 'user' was exported before"):
         saving.cut.export(1, {})
-    with pytest.raises(UsageError, match="window of a cut of table 'user' is wrong, found 2, expected 'below 2'"):
+    with pytest.raises(UsageError, match="window of a cut of table 'user' must be below 2; got 2"):
         saving.cut.export(2, {})
     for ok in (False, True):
         saving.cut.end(ok)
@@ -481,7 +481,7 @@ def test_cut_that_does_not_stay_open() -> None:
         with pytest.raises(UsageError, match="table 'user' has no such column, found 'age', expected"):
             column("age")
     for window_rows in (0, -1):
-        with pytest.raises(UsageError, match="window_rows of table 'user' is wrong"):
+        with pytest.raises(UsageError, match="window_rows of table 'user' must be"):
             cut.be_deferred(CacheCopy(map=cut.cache_map.numpy(), columns={}), window_rows=window_rows)
     cut.fence()
     for use in (lambda: cut.export(0, {}), lambda: cut.most_urgent([0])):

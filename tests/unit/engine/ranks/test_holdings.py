@@ -184,7 +184,7 @@ def test_other_ids_in_a_replica() -> None:
     check_ids_held(held)
     check_ids_held({rank: decode_ids_held(encode_ids_held(own), owner="") for rank, own in held.items()})
     for other, found in ((IdsHeld(5, 78), "5 ids, other ones"), (IdsHeld(6, 77), "6 ids")):
-        with pytest.raises(ConflictError, match=f"'t' is said to be replicated.* ranks 0 and 3, found '{found}'"):
+        with pytest.raises(ConflictError, match=f"'t' is declared as replicated.* ranks 0 and 3, found {found}"):
             check_ids_held({**held, 3: {"t": other}})
 
 
