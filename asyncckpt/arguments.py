@@ -44,7 +44,7 @@ def check_choice(name: str, value: Any, choices: tuple[object, ...]) -> None:
 def check_type(name: str, value: Any, kind: type) -> None:
     """Check for an object of a class."""
     if not isinstance(value, kind):
-        raise must_be(name, kind, type(value))
+        raise must_be(name, "True or False" if kind is bool else kind, type(value))
 
 
 def is_text(name: str) -> bool:

@@ -66,7 +66,9 @@ class Words(str):
 
 
 def _shown(value: Any) -> str:
-    return _shortened(value.__qualname__ if isinstance(value, type) else repr(value))
+    if not isinstance(value, type) or value is type(None):
+        return _shortened(repr(None if value is type(None) else value))
+    return f"{'an' if value.__name__[0] in 'AEIOUaeiou' else 'a'} {value.__name__}"
 
 
 def _shortened(text: str) -> str:
@@ -140,7 +142,7 @@ def must_be(
     name: str, rule: Any, value: Any, *, kind: type[CheckpointError] = UsageError, hint: str | None = None
 ) -> CheckpointError:
     """Return the error for a value that breaks its rule: words, a class, or a tuple of choices."""
-    words = " or ".join(map(_shown, rule)) if isinstance(rule, tuple) else rule
+    words = f"one of {', '.join(map(_shown, rule))}" if isinstance(rule, tuple) else rule
     words = words if isinstance(words, str) else _shown(words)
     error = kind(f"{name} must be {words}; got {_shown(value)}", hint=hint)
     error.expected, error.found = rule, value

@@ -64,7 +64,7 @@ def check_slot(schema: TableSchema, name: object, *, table: str) -> None:
     """Check that name is an optimizer slot or a metadata column."""
     slots = [column.name for column in schema.columns if column.role in (Role.OPTIMIZER, Role.METADATA)]
     if name not in slots:
-        raise UsageError(f"table {table!r} has no such slot", found=name, expected=slots, hint=nearest(name, slots))
+        raise UsageError(f"table {table!r} has no slot {name!r}", expected=slots, hint=nearest(name, slots))
 
 
 def checked_values(

@@ -177,7 +177,7 @@ def test_extra_state_of_a_module_that_was_taken_is_refused() -> None:
         def get_extra_state(self) -> int:
             return 3
 
-    with pytest.raises(UnsupportedError, match="state '_extra_state' of a Extra is not a tensor, found int"):
+    with pytest.raises(UnsupportedError, match="state '_extra_state' of a Extra is not a tensor, found an int"):
         dense_state_of(nn.ModuleDict({"user": Extra(2, 2)})).state_dict()
 
 

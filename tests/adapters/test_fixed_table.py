@@ -64,7 +64,7 @@ def test_cut_shows_the_live_memory() -> None:
     assert cut.column("embedding").data_ptr() == rows.embedding.data_ptr()
     assert cut.column("momentum1").data_ptr() == rows.momentum1.data_ptr()
     assert cut.column("id").tolist() == [5, 6, 7, 8]
-    with pytest.raises(UsageError, match=r"table 't1' has no such column, found 'x', expected \['id', 'embedding'"):
+    with pytest.raises(UsageError, match=r"table 't1' has no column 'x', expected \['id', 'embedding'"):
         cut.column("x")
     cut.fence()
     with pytest.raises(UsageError, match="column 'embedding' of a cut of table 't1' was asked for after its fence"):
@@ -223,7 +223,7 @@ def test_columns_of_different_lengths_are_refused() -> None:
         (None, {"embedding": torch.zeros(1, 1)}, "name of a table must be .*; got None"),
         ("t", {"weight": torch.zeros(1, 1)}, r"columns of table 't' must be .*; got \['weight'\]"),
         ("t", {"embedding": torch.zeros(1, 1), "id": torch.zeros(1)}, "columns of table 't' must be"),
-        ("t", {"embedding": np.zeros((1, 1))}, "column 'embedding' of table 't' must be .*; got ndarray"),
+        ("t", {"embedding": np.zeros((1, 1))}, "column 'embedding' of table 't' must be .*; got a ndarray"),
     ],
 )
 def test_wrong_arguments_are_refused(name: Any, columns: Any, message: str) -> None:

@@ -117,5 +117,5 @@ def test_nobody_looks_below_a_module_that_was_taken() -> None:
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(UsageError, match="there is no module to walk, found dict"):
+    with pytest.raises(UsageError, match="there is no module to walk, found a dict"):
         tables_of({"user": nn.Embedding(2, 2)})  # type: ignore[arg-type]

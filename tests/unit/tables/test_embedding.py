@@ -219,7 +219,7 @@ NO_OFFSETS = "offsets of a bag lookup in table 'embedding' must be"
         ((torch.tensor([1]), torch.tensor([0.0])), "offsets .* have the wrong dtype, found torch.float32"),
         ((torch.tensor([[1]]), torch.tensor([0])), "offsets .* make no sense"),
         ((torch.tensor(1),), r"ids of a bag lookup in table 'embedding' must be .*; got \(\)"),
-        (([1],), "ids of a bag lookup in table 'embedding' must be .*; got list"),
+        (([1],), "ids of a bag lookup in table 'embedding' must be .*; got a list"),
         (
             (torch.tensor([[1]]), None, torch.ones(1)),
             r"per_sample_weights .* must be of shape \(1, 1\); got \(1,\)",

@@ -206,10 +206,10 @@ def test_insert_shapes_follow_ids() -> None:
         ),
         (torch.ones(3, DIM), {}, "wrong shape"),
         (torch.ones(2, DIM).double(), {}, r"wrong dtype, found torch.float64, .*values.to\(torch.float32\)"),
-        ([[1.0] * DIM] * 2, {}, "'embedding' of table 'user' must be .*; got list"),
+        ([[1.0] * DIM] * 2, {}, "'embedding' of table 'user' must be .*; got a list"),
         (torch.ones(2, DIM), {"sum": torch.ones(2, 1)}, "'sum' of table 'user' have the wrong shape"),
-        (torch.ones(2, DIM), {"momentum": torch.ones(2)}, "no such slot, found 'momentum', expected"),
-        (torch.ones(2, DIM), {"embedding": torch.ones(2, DIM)}, "no such slot, found 'embedding'"),
+        (torch.ones(2, DIM), {"momentum": torch.ones(2)}, "no slot 'momentum', expected"),
+        (torch.ones(2, DIM), {"embedding": torch.ones(2, DIM)}, "no slot 'embedding'"),
     ],
 )
 def test_insert_refuses_before_any_change(rows: Any, slots: dict[str, torch.Tensor], message: str) -> None:
@@ -220,9 +220,7 @@ def test_insert_refuses_before_any_change(rows: Any, slots: dict[str, torch.Tens
 
 
 def test_slot_names_known_ones() -> None:
-    with pytest.raises(
-        UsageError, match=r"table 'user' has no such slot, found 'id', expected \['sum', 'step_filter'\]"
-    ):
+    with pytest.raises(UsageError, match=r"table 'user' has no slot 'id', expected \['sum', 'step_filter'\]"):
         new_table().slot("id")
 
 

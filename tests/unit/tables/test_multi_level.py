@@ -178,7 +178,7 @@ def test_owns_by_unsigned_modulo() -> None:
     assert table.owns(batch([-1, 2, 3])).tolist() == [True, False, True]
     with pytest.raises(UsageError, match="id 2 belongs to shard 0 of 2, and table 'user' holds shard 1 of 2"):
         table.lookup(batch([1, 2]))
-    with pytest.raises(UsageError, match="id 2 does not belong"):
+    with pytest.raises(UsageError, match="id 2 belongs to shard 0"):
         table.insert(batch([2]), torch.ones(1, DIM))
     assert table.lookup(batch([2]), insert=False).tolist() == [-1]
     assert len(table) == 0
@@ -189,9 +189,9 @@ def test_owns_by_unsigned_modulo() -> None:
     [
         (torch.ones(2, DIM + 1), {}, r"'embedding' of table 'user' have the wrong shape, found \(2, 4\)"),
         (torch.ones(2, DIM).double(), {}, r"wrong dtype, found torch.float64"),
-        ([[1.0] * DIM] * 2, {}, "'embedding' of table 'user' must be .*; got list"),
+        ([[1.0] * DIM] * 2, {}, "'embedding' of table 'user' must be .*; got a list"),
         (torch.ones(2, DIM), {"sum": torch.ones(2, 1).double()}, "'sum' of table 'user' have the wrong shape"),
-        (torch.ones(2, DIM), {"momentum": torch.ones(2)}, "no such slot, found 'momentum', expected"),
+        (torch.ones(2, DIM), {"momentum": torch.ones(2)}, "no slot 'momentum', expected"),
     ],
 )
 def test_insert_refuses_before_any_change(rows: Any, slots: dict[str, torch.Tensor], message: str) -> None:

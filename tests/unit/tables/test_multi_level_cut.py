@@ -424,7 +424,7 @@ def test_cut_that_is_waited_for_too_long_is_given_up(use: str) -> None:
         world.write(range(8))
     else:
         world.train([50, 51])
-    message = r"cut of table 'user' was given up: training waited 0.0 s for .*\(training went on; save again\)"
+    message = r"cut of table 'user' was given up: training waited 0.0 s for .*\(training continued; save again\)"
     with pytest.raises(IOFailedError, match=message):
         saving.export(0)
     world.write(range(30))
@@ -478,7 +478,7 @@ def test_cut_that_does_not_stay_open() -> None:
     assert cut.cached_column("id") is None
     assert cut.cached_column("embedding") is world.table.embedding
     for column in (cut.column, cut.cached_column):
-        with pytest.raises(UsageError, match="table 'user' has no such column, found 'age', expected"):
+        with pytest.raises(UsageError, match="table 'user' has no column 'age', expected"):
             column("age")
     for window_rows in (0, -1):
         with pytest.raises(UsageError, match="window_rows of table 'user' must be"):

@@ -227,7 +227,7 @@ def test_wrong_state_changes_nothing(spoil: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         optimizer.load_state_dict(state)
     assert optimizer.state_dict() == before
-    with pytest.raises(UsageError, match=r"state of a sparse optimizer must be .*; got list"):
+    with pytest.raises(UsageError, match=r"state of a sparse optimizer must be .*; got a list"):
         optimizer.load_state_dict([("state", {})])  # type: ignore[arg-type]
     optimizer.load_state_dict(good_state())
     assert optimizer.param_groups[0]["lr"] == 0.3

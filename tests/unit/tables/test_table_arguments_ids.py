@@ -27,8 +27,8 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
         (np.array([1.0]), "lost bits"),
         (np.array([1], dtype=np.uint64), r"use ids.view\(np.int64\)"),
         (np.array([1], dtype=">i8"), "wrong dtype"),
-        ([1, 2], "ids for table 'user' must be .*; got list"),
-        (1, "ids for table 'user' must be .*; got int"),
+        ([1, 2], "ids for table 'user' must be .*; got a list"),
+        (1, "ids for table 'user' must be .*; got an int"),
     ],
 )
 @pytest.mark.parametrize("use", ["lookup", "remove", "owns"])
