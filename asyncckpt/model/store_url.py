@@ -43,8 +43,8 @@ class StoreUrl:
             raise UsageError(f"{scheme}:// URL needs a bucket name of 2 to 255 characters", expected=form)
         parts = prefix.removesuffix("/").split("/") if prefix else []
         if not parts:
-            what = f"{scheme}://{bucket} is a whole bucket"
-            raise UsageError(what, hint=f"give each run a prefix, such as {scheme}://{bucket}/run1")
+            what = f"{scheme}:// URL is a whole bucket"
+            raise UsageError(what, hint=f"give each run a prefix, such as {scheme}://bucket/run1")
         if any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):
             what = f"{scheme}:// URL holds what some stores do not take in a key"
             raise UsageError(what, expected=f"parts of {_PART.pattern} between single slashes")

@@ -320,9 +320,9 @@ def test_case_045_table_of_a_delta_that_cannot_be(chain: Chain, step: int, chang
         ({"name": "user@gone", "column": "gone"}, "block 'user@gone' has not the form of its role"),
         ({"dtype": "float64"}, "block 'user@#removed' has not the form of its role"),
         ({"shape": [1, 1]}, "block 'user@#removed' has not the form of its role"),
-        ({"role": "metadata"}, "removed ids of table 'user' are not there"),
+        ({"role": "metadata"}, "removed ids of table 'user' are missing"),
         ({"role": "pad"}, "is neither a table's nor dense"),
-        ({"leaf": 0}, "names a leaf that is not there"),
+        ({"leaf": 0}, "names a leaf that does not exist"),
     ],
 )
 def test_case_045_removed_ids_of_wrong_form(chain: Chain, changes: Document, said: str) -> None:

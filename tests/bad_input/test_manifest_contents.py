@@ -163,7 +163,7 @@ def test_case_041_leaf_covered_twice(small: Crafted) -> None:
 
 def test_case_041_leaf_that_is_not_there(small: Crafted) -> None:
     small.edit_block("w", leaf=3)
-    refused(small, CorruptError, "'w' names a leaf that is not there", "found 3")
+    refused(small, CorruptError, "'w' names a leaf that does not exist", "found 3")
 
 
 def test_case_041_tree_and_values_disagree(small: Crafted) -> None:

@@ -225,8 +225,8 @@ def test_owner_must_be_the_user_or_the_group(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     STRICT.check_target(folder / "run")  # The group is still ours.
     monkeypatch.setattr(os, "getegid", lambda: 54321)
-    refused(folder / "run", "belongs to somebody else.*user 54321")
-    with pytest.raises(UsageError, match="belongs to somebody else"):
+    refused(folder / "run", "belongs to another user.*user 54321")
+    with pytest.raises(UsageError, match="belongs to another user"):
         STRICT.check_source(folder)
     replace(STRICT, owner_checked=False).check_target(folder / "run")
 

@@ -156,7 +156,7 @@ def test_dicts_of_plain_values_come_back_in_place(tmp_path: Path) -> None:
 def test_a_plain_value_by_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(asyncckpt.UsageError, match=r"epoch=3 is a bare value.*metadata=\{'epoch': 3\}"):
         asyncckpt.Checkpointer(tmp_path, every=5, x=torch.ones(2), epoch=3)
-    with pytest.raises(asyncckpt.UsageError, match="nothing to save"):
+    with pytest.raises(asyncckpt.UsageError, match="no state was given"):
         asyncckpt.Checkpointer(tmp_path, every=5)
     assert list(tmp_path.iterdir()) == []
 
@@ -346,7 +346,7 @@ def test_a_forked_child_ends_by_sigterm_as_it_always_did(tmp_path: Path) -> None
 def test_save_now_saves_what_is_not_due(tmp_path: Path) -> None:
     x = torch.zeros(2)
     with asyncckpt.Checkpointer(tmp_path, every=2, x=x) as ckpt:
-        with pytest.raises(asyncckpt.UsageError, match="no step to save yet"):
+        with pytest.raises(asyncckpt.UsageError, match="no step has ended yet"):
             ckpt.save_now()
         ckpt.step(1)
         assert ckpt.save_now(metadata={"why": "asked"}).step == 1

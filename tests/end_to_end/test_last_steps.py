@@ -74,7 +74,7 @@ def test_a_step_that_was_saved_already_is_not_due(tmp_path: Path) -> None:
             ckpt.save_now(5)
         ckpt.step(7)
     assert asyncckpt.list_steps(tmp_path) == [0, 2, 3, 4, 6, 7]
-    expected = pytest.raises(asyncckpt.UsageError, match=r"begin with restore\(\)")
+    expected = pytest.raises(asyncckpt.UsageError, match=r"call restore\(\) before")
     with asyncckpt.Checkpointer(tmp_path, every=2, x=x) as ckpt, expected:
         ckpt.save_now(5)
     assert asyncckpt.list_steps(tmp_path) == [0, 2, 3, 4, 6, 7]

@@ -437,7 +437,7 @@ def test_a_newer_save_of_somebody_else_lets_the_last_step_stay_saved(tmp_path: P
 
 def test_save_now_saves_what_is_not_due(tmp_path: Path) -> None:
     with make(tmp_path) as saver, asyncckpt.PeriodicSaver(saver, every_steps=100) as periodic:
-        with pytest.raises(asyncckpt.UsageError, match="no step to save yet"):
+        with pytest.raises(asyncckpt.UsageError, match="no step has ended yet"):
             periodic.save_now()
         assert periodic.save_now(7).step == 7
         periodic.step(8)

@@ -79,7 +79,7 @@ def test_the_state_of_a_checkpointer_is_not_that_of_dense_state_of(tmp_path: Pat
 def test_names_that_are_the_same_in_a_state_nested_otherwise_get_a_hint(tmp_path: Path) -> None:
     """It said that the names differ in the prefix of a wrapper."""
     asyncckpt.save(tmp_path, {"model": torch.nn.Sequential(net(1.0))})
-    with pytest.raises(asyncckpt.IncompatibleError, match="is there in a state nested otherwise") as caught:
+    with pytest.raises(asyncckpt.IncompatibleError, match="is in a state nested otherwise") as caught:
         asyncckpt.Loader(tmp_path, tensors={"model": {"0": net(0.0)}}).load()
     assert "differ only" not in str(caught.value)
 

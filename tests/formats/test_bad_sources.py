@@ -443,7 +443,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "recsdk: elements of 3 bytes": (
         "recsdk",
         DAMAGED,
-        "bytes of an element",
+        "element size",
         recsdk_with(lambda t: set_numbers(t / "key/slice.attribute", at=0, to=3)),
     ),
     "recsdk: a key twice": (

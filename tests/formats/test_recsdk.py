@@ -212,7 +212,7 @@ def test_columns_of_other_types_are_refused(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 2, optimizer_slots={"a": torch.float32})
     asyncckpt.save(tmp_path / "run", {}, hashtables={"user": table})
     for columns in (5, {"momentum1": ["a"]}, {"momentum1": "a", 2: "a"}, {2: "a"}):
-        with pytest.raises(UsageError, match="columns is no mapping"):
+        with pytest.raises(UsageError, match="columns must be a mapping"):
             recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out", columns=columns)  # type: ignore[arg-type]
 
 

@@ -73,7 +73,7 @@ def test_the_callback_takes_the_trainer_that_it_is_given_to(tmp_path: Path) -> N
     assert not hasattr(made(), "checkpoint_dir"), "the class itself stays as it is"
     late = made()
     late.add_callback(AsyncCheckpoint())
-    with pytest.raises(asyncckpt.UsageError, match="behind the Trainer"):
+    with pytest.raises(asyncckpt.UsageError, match="after the Trainer"):
         late.train()
     with pytest.raises(asyncckpt.UsageError, match="in the background already"):
         trainer(tmp_path, callbacks=[AsyncCheckpoint()])

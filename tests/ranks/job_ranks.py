@@ -405,7 +405,7 @@ def without_a_word_about_ranks(rank: int, folder: Path) -> None:
             dist.barrier()
             with pytest.raises(ConflictError, match=r"come too late.*process_group=.*alone=True"):
                 asyncckpt.Saver(path=folder / "checkpoints")
-            with pytest.raises(ConflictError, match="ranks of one job save together, see RankOptions"):
+            with pytest.raises(ConflictError, match="ranks of one job save together: RankOptions"):
                 asyncckpt.Saver(path=folder / "checkpoints", ranks=asyncckpt.RankOptions(alone=True))
             dist.barrier()
         dist.barrier()

@@ -178,7 +178,7 @@ def unsaid(rank: int, folder: Path) -> None:
     said = asyncckpt.HashTable("other", DIM, shard=(rank, RANKS_COUNT))
     for kind, make in MAKERS.items():
         with pytest.raises(
-            UsageError, match=rf"'t'.* not say.*shard=\({rank}, 4\) or .*, 65536\), replicated=True, or .*OwnsIds"
+            UsageError, match=rf"'t'.* not say.*shard=\({rank}, 4\)\) .*, 65536\) .*replicated=True .*OwnsIds"
         ):
             saver_of(rank, folder / kind, {"other": said, "t": make()})
         assert not (folder / kind).exists()
@@ -226,9 +226,9 @@ def each_has_rows_of_its_own(kind: str, rank: int, folder: Path) -> None:
     table = MAKERS[kind](replicated=True)
     insert(table, mine(rank)[:20])
     with saver_of(rank, folder / "checkpoints", {"t": table}) as saver:
-        refused(saver, 1, "'t' is said to be replicated, and is not the same on ranks 0 and 1.*20 ids, other ones")
+        refused(saver, 1, "'t' is declared as replicated, and is not the same on ranks 0 and 1.*20 ids, other ones")
         insert(table, mine(rank)[: 30 + (rank == 3)])
-        refused(saver, 1, "'t' is said to be replicated, and is not the same on ranks 0 and 1")
+        refused(saver, 1, "'t' is declared as replicated, and is not the same on ranks 0 and 1")
         with pytest.raises(ConflictError):
             saver.save(1)
     _save_all_kinds(rank, folder, MAKERS[kind](shard=(rank, RANKS_COUNT)), mine(rank))
@@ -248,12 +248,12 @@ def replicas_differ(kind: str, rank: int, folder: Path) -> None:
         saver.save_async(2).result(WAIT_S_MAX)
         if rank == 3:
             insert(table, np.array([1234]))
-        refused(saver, 3, "'t' is said to be replicated, and is not the same on ranks 0 and 3.*403 ids.*402 ids")
+        refused(saver, 3, "'t' is declared as replicated, and is not the same on ranks 0 and 3.*403 ids.*402 ids")
         getattr(table, "table", table).remove(torch.tensor([1234]))
         saver.save_async(3, kind="full").result(WAIT_S_MAX)
         getattr(table, "table", table).remove(torch.from_numpy(IDS[rank : rank + 1]))
         insert(table, np.array([1234 + rank]))
-        refused(saver, 4, "'t' is said to be replicated.*other ones", kind="delta")
+        refused(saver, 4, "'t' is declared as replicated.*other ones", kind="delta")
         getattr(table, "table", table).remove(torch.tensor([1234 + rank]))
         insert(table, IDS)
         saver.save_async(4, kind="delta").result(WAIT_S_MAX)
@@ -284,7 +284,7 @@ def wrong_shards(kind: str, rank: int, folder: Path) -> None:
     group_of(rank, RANKS_COUNT, folder)
     error, other = (UsageError, rf"\({rank}, 4\)") if rank else (PeerError, "")
     with (
-        pytest.raises(error, match=rf"'t' has the shard of another rank.*\(0, 4\).*{other}"),
+        pytest.raises(error, match=rf"shard of table 't' on this rank must be .*{other}.*; got \(0, 4\)"),
         saver_of(rank, folder / "same", {"t": MAKERS[kind](shard=(0, 4))}) as saver,
     ):
         saver.save(1)

@@ -200,7 +200,7 @@ CASES: dict[str, tuple[type[CheckpointError], str, Spoil]] = {
     "no names of blocks": (CorruptError, "is missing", lambda d: (d / KEYS).unlink()),
     "a block without a name": (
         CorruptError,
-        "no name of a block",
+        "not the name of a block",
         lambda d: change_json(d, KEYS, lambda j: j.pop(EMBEDDING)),
     ),
     "a name without a block": (
@@ -215,7 +215,7 @@ CASES: dict[str, tuple[type[CheckpointError], str, Spoil]] = {
     ),
     "a slice that is none": (
         CorruptError,
-        "no name of a block",
+        "not the name of a block",
         lambda d: change_json(d, KEYS, lambda j: j.update({EMBEDDING: "user@embedding^40000@32768@65536"})),
     ),
     "slices of one shard that differ": (

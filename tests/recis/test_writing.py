@@ -80,7 +80,7 @@ def test_a_slice_of_recis_keeps_its_buckets(tmp_path: Path) -> None:
     with recis.CheckpointReader(tmp_path / "ckpt") as reader:
         assert ((reader.read_tensor("user@id") % 65_536) < 32_768).all()
     assert '"user@id^00000@32768@65536"' in (tmp_path / "ckpt" / "tensorkey.json").read_text()
-    with pytest.raises(UsageError, match="no slice of RecIS"):
+    with pytest.raises(UsageError, match="not a slice of RecIS"):
         recis.save(tmp_path / "other", {"user": filled(rows, (0, 3))}, optimizer="sparse_adam")
 
 

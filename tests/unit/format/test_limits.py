@@ -44,5 +44,5 @@ def test_a_shard_that_no_reader_takes(shard: tuple[int, int]) -> None:
 
 
 def test_a_table_twice() -> None:
-    with pytest.raises(UsageError, match="a table is there twice"):
+    with pytest.raises(UsageError, match="a table is given twice"):
         check_tables([TABLE, TABLE])

@@ -267,7 +267,7 @@ def _raise(error: BaseException) -> Any:
         (lambda c: c["count"].numpy(), "int64"),
         (lambda c: (c["count"] > 3).tolist(), "list"),
         (lambda c: True, "bool"),
-        (lambda c: None, "NoneType"),
+        (lambda c: None, "None"),
         (lambda c: torch.empty(len(c["count"]), dtype=torch.bool, device="meta"), "NotImplementedError"),
         (lambda c: (c["count"] > 3).to_sparse(), "TypeError"),
     ],

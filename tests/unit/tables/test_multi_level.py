@@ -209,7 +209,7 @@ def test_insert_refuses_before_any_change(rows: Any, slots: dict[str, torch.Tens
         ({"cache_rows": 0}, "cache_rows of table 'user' must be an int of at least 1; got 0"),
         ({"cache_rows": 2.0}, "cache_rows of table 'user' must be"),
         ({"capacity": True}, "capacity of table 'user' must be"),
-        ({"policy": "fifo"}, r"policy of table 'user' must be 'lru' or 'lfu'; got 'fifo'"),
+        ({"policy": "fifo"}, r"policy of table 'user' must be one of 'lru', 'lfu'; got 'fifo'"),
         ({"admit_after": 0}, "admit_after of table 'user' must be"),
         ({"undo_bytes_max": 0}, "undo_bytes_max of table 'user' must be"),
         ({"shard": (1, 1)}, "shard of table 'user' must be"),

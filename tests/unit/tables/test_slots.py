@@ -74,7 +74,7 @@ def test_integer_fill_is_exact(dtype: torch.dtype) -> None:
         ({"sum": Slot(torch.int64, (), 0.5)}, "does not fit torch.int64"),
         ({"sum": Slot(torch.int64, (), float("nan"))}, "does not fit torch.int64"),
         ({"sum": Slot(torch.bool, (), 2)}, "does not fit torch.bool"),
-        ([("sum", torch.float32)], "are not a mapping of name to spec"),
+        ([("sum", torch.float32)], "must be a mapping of name to spec"),
     ],
 )
 def test_wrong_slots_are_refused(slots: Any, message: str) -> None:

@@ -205,7 +205,7 @@ def good_state() -> dict[str, Any]:
     ("spoil", "message"),
     [
         (lambda state: state.pop("state"), r"state of a sparse optimizer must be .*; got \['param_groups'\]"),
-        (lambda state: state["param_groups"].clear(), "groups of the state of a sparse optimizer must be"),
+        (lambda state: state["param_groups"].clear(), "param_groups of the state of a sparse optimizer must be"),
         (lambda state: state["param_groups"][0].pop("eps"), "group of the state of a sparse optimizer must be"),
         (lambda state: state["param_groups"][0].update(eps="0"), "eps of a sparse optimizer must be .*; got '0'"),
         (lambda state: state["param_groups"][0].update(lr=math.inf), "lr of a sparse optimizer must be .*; got inf"),
@@ -215,8 +215,11 @@ def good_state() -> dict[str, Any]:
             lambda state: state["param_groups"][0].update(tables=["item"]),
             r"is that of other tables, found \['item'\], expected \['user'\]",
         ),
-        (lambda state: state.update(state={0: {"step": -1}}), "steps of the state"),
-        (lambda state: state.update(state=[]), "steps of the state"),
+        (
+            lambda state: state.update(state={0: {"step": -1}}),
+            "state of a sparse optimizer must be a mapping of parameter",
+        ),
+        (lambda state: state.update(state=[]), "state of a sparse optimizer must be a mapping of parameter"),
     ],
 )
 def test_wrong_state_changes_nothing(spoil: Any, message: str) -> None:

@@ -81,6 +81,6 @@ def test_id_of_another_slice_is_refused() -> None:
     table.lookup(torch.tensor([4, 7, 65_540, -65_530]))
     for foreign, bucket in ((3, 3), (8, 8), (65_539, 3), (-1, 65_535)):
         what = f"id {foreign} belongs to bucket {bucket} of 65536, and table 'user' holds buckets 4 to 8 of 65536"
-        with pytest.raises(UsageError, match=f"{what} 'from 4 to 7'"):
+        with pytest.raises(UsageError, match=what):
             table.lookup(torch.tensor([5, foreign]))
     assert sorted(table.ids().tolist()) == [-65_530, 4, 7, 65_540]

@@ -75,7 +75,7 @@ def test_who_says_nothing_is_refused_by_name() -> None:
     check_said(whole, index=0, count=1)
     with pytest.raises(UsageError, match=r"tables 'a', 'm', 'candidates' do not say.*shard=\(2, 4\).*replicated=True"):
         check_said(tables, index=2, count=4)
-    with pytest.raises(UsageError, match=r"table 'b' has the shard of another rank.*\(2, 4\).*\(1, 4\)"):
+    with pytest.raises(UsageError, match=r"shard of table 'b' on this rank must be \(1, 4\); got \(2, 4\)"):
         check_said({"b": tables["b"]}, index=1, count=4)
     check_said({"s": HashTable("s", 4, shard=(0, 4, 65_536))}, index=2, count=4)
     levels = MultiLevelTable("m", 4, cache_rows=4, admit_after=2, replicated=True)
