@@ -74,7 +74,7 @@ def quantize(name: str, bits: int = 8) -> RowFilter:
     bias (with 4 bits from 65504 on), is a FilterError.
     """
     if type(bits) is not int or bits not in (8, 4):
-        raise UsageError("quantize takes 8 or 4 bits", found=bits)
+        raise must_be("bits of quantize", "8 or 4", bits)
     return EncodeBlocks(_name(name), {"kind": "quantize", "bits": bits})
 
 
@@ -90,7 +90,7 @@ def compress(codec: str = "zstd", *, level: int = 1, name: str = "*") -> RowFilt
     memory, in its stored size, until it is written. UnsupportedError where the package zstandard is missing.
     """
     if codec != "zstd":
-        raise UsageError("compress knows one codec", found=codec, expected="zstd")
+        raise must_be("codec of compress", "'zstd'", codec)
     if type(level) is not int or not LEVEL_MIN <= level <= LEVEL_MAX:
         raise must_be("level of compress", f"an int in [{LEVEL_MIN}, {LEVEL_MAX}]", level)
     zstandard()
@@ -99,5 +99,5 @@ def compress(codec: str = "zstd", *, level: int = 1, name: str = "*") -> RowFilt
 
 def _name(name: str) -> str:
     if not isinstance(name, str) or not name:
-        raise UsageError("a filter needs the name of what it is for", found=name, expected="a name or pattern")
+        raise must_be("the name that a filter is for", "a name or pattern", name)
     return name

@@ -296,8 +296,8 @@ class Update:
             self._opened.close()
 
     def __repr__(self) -> str:
-        built = "" if self.previous is None else f" upon {self.previous}"
-        return f"<Update: step {self.step}, {self.kind}{built}>"
+        base = "" if self.previous is None else f" on {self.previous}"
+        return f"<Update: step {self.step}, {self.kind}{base}>"
 
 
 @uninterrupted

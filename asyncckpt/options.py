@@ -119,7 +119,7 @@ class KeepPolicy:
             raise UsageError(
                 f"metadata has no number {self.metric!r}, which keep needs to find the best checkpoints",
                 found=sorted(metadata or ()) if value is None else value,
-                hint=f"save(metadata={{{self.metric!r}: ...}}), with nan where it is not known",
+                hint=f"pass save(metadata={{{self.metric!r}: ...}}), with nan if it is not known",
             )
 
     def with_metric(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:

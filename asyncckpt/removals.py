@@ -17,7 +17,7 @@ from asyncckpt.commit.retention import remove_steps, retain
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.process.held_directory import held_directory
-from asyncckpt.errors import CheckpointError, NotFoundError, UsageError, Words, must_be
+from asyncckpt.errors import CheckpointError, NotFoundError, UsageError, Words, must_be, nearest
 from asyncckpt.format.names import check_step
 from asyncckpt.model.result import GarbageReport, PruneReport
 from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy
@@ -135,7 +135,7 @@ def _check_metric(root: WriteRoot, heads: KnownHeads, metric: str) -> None:
         raise UsageError(
             f"no checkpoint has the metric {metric!r}, by which the best would stay",
             found=Words(f"numbers {sorted(names)}"),
-            hint="name a number in the metadata of the saves, or leave out best",
+            hint=nearest(metric, names) or "name a number in the metadata of the saves, or leave out best",
         )
 
 

@@ -286,9 +286,7 @@ def _steps_below(step: int, heads: KnownHeads) -> set[int]:
     try:
         head = heads.of_step(step).head
     except UNREADABLE as error:
-        raise CorruptError(
-            f"step {step} stays, and its base is unknown: {error}", hint="remove that step too"
-        ) from error
+        raise CorruptError(f"step {step} stays, and its base is unknown: {error}", hint="remove it too") from error
     try:
         return {found.head.step for found in chain_below(head, heads.of_step)}
     except CheckpointError:

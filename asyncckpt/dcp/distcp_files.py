@@ -99,9 +99,7 @@ class DcpFiles:
         if not is_place or Path(name).name != name or name in ("", ".", "..") or "\0" in name or not is_text(name):
             raise CorruptError(f"the metadata of the DCP checkpoint has no place for {index.fqn!r}", found=name)
         if getattr(place, "transform_descriptors", None):
-            raise UnsupportedError(
-                f"{index.fqn!r} was transformed by an extension of DCP", found=place.transform_descriptors
-            )
+            raise UnsupportedError(f"{index.fqn!r} was changed by a DCP extension", found=place.transform_descriptors)
         if name not in self._files:
             self._files[name] = self._open(name)
         file = self._files[name]

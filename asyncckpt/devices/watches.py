@@ -79,9 +79,7 @@ class Watch:
         for number in numbers:
             storage = self._storages[number]
             if storage.data_ptr() != self._begins[number] or storage.nbytes() < self._bytes[number]:
-                raise UsageError(
-                    f"the memory of {self._named(number)} was freed or moved before it was copied", hint=_HINT
-                )
+                raise UsageError(f"the memory of {self._named(number)} was freed or moved before its copy", hint=_HINT)
 
     def _named(self, number: int) -> str:
         return f"{self.what} {self._name(number % len(self._storages))!r}"

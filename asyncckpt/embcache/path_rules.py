@@ -134,9 +134,7 @@ class PathRules:
         length = len(os.fsencode(given))
         if self.relative_length_max is not None and not os.path.isabs(given) and length > self.relative_length_max:
             expected = f"at most {self.relative_length_max} bytes"
-            raise UsageError(
-                "relative path is too long", found=length, expected=expected, hint="give the absolute path"
-            )
+            raise UsageError("relative path is too long", found=length, expected=expected, hint="use an absolute path")
         parts_count = len(absolute.parts) - 1
         if self.parts_max is not None and parts_count > self.parts_max:
             raise UsageError("path has too many parts", found=parts_count, expected=f"at most {self.parts_max}")

@@ -28,9 +28,7 @@ def loads(raw: bytes, *, owner: str) -> Json:
     if not raw:
         raise CorruptError(f"{owner} is empty")
     if len(raw) > limits.MANIFEST_BYTES_MAX:
-        raise CorruptError(
-            f"{owner} is too large", found=len(raw), expected=f"at most {limits.MANIFEST_BYTES_MAX} bytes"
-        )
+        raise CorruptError(f"{owner} is too large", found=len(raw), expected=f"at most {limits.MANIFEST_BYTES_MAX}")
     try:
         text = raw.decode("utf-8")
         # Without a hook of ours the parser makes ints itself, which takes a fifth of the time.

@@ -145,9 +145,7 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
 def decode_value(value: Json, *, owner: str, _depth: int = 0) -> Any:
     """Decode a value, the inverse of encode_value."""
     if _depth > limits.VALUE_DEPTH_MAX:
-        raise CorruptError(
-            f"{owner} holds a value that is nested too deeply", expected=f"{limits.VALUE_DEPTH_MAX} levels"
-        )
+        raise CorruptError(f"{owner} holds a value nested too deeply", expected=f"{limits.VALUE_DEPTH_MAX} levels")
     if value is None or type(value) in (bool, str, int):
         return value
     if type(value) is list:
@@ -283,9 +281,7 @@ def _not_in_torch(what: str, name: str) -> Exception:
 
     if not _NAME.fullmatch(name):
         return ValueError(f"{name!r} is not a {what}")
-    return UnsupportedError(
-        f"torch {torch.__version__} has no {what} {name!r}", hint="load it with the torch that saved it"
-    )
+    return UnsupportedError(f"torch {torch.__version__} has no {what} {name!r}", hint="use the torch that saved it")
 
 
 def _set(items: list[Any]) -> set[Any]:

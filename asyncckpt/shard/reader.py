@@ -354,11 +354,7 @@ def check_header(raw: bytes, file: FileFacts, blocks: dict[str, BlockFacts], man
         )
     header = decode_header(raw, file_bytes=file.bytes, owner=owner)
     if header.attempt != manifest.head.attempt:
-        raise CorruptError(
-            f"{owner} belongs to another save (mixed steps)",
-            found=header.attempt,
-            expected=manifest.head.attempt,
-        )
+        raise CorruptError(f"{owner} belongs to another save", found=header.attempt, expected=manifest.head.attempt)
     places = {key: (entry.offset, entry.bytes, entry.dtype, entry.shape) for key, entry in header.entries.items()}
     listed = {key: _place(block, header.entries.get(key)) for key, block in blocks.items()}
     if places != listed:

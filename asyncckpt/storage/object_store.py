@@ -368,7 +368,5 @@ def _import_obstore(url: StoreUrl) -> ModuleType:
         import obstore.exceptions
         import obstore.store
     except ImportError as error:
-        raise UnsupportedError(
-            f"{url.scheme}:// needs the package obstore: {error}", hint=f"pip install '{EXTRA}'"
-        ) from error
+        raise UnsupportedError(f"{url.scheme}:// needs obstore: {error}", hint=f"pip install '{EXTRA}'") from error
     return obstore

@@ -36,9 +36,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         raise must_be("action", "a StrategyAction", action)
     known = default_strategies[action.value]
     if (backend, version) not in known:
-        raise NotFoundError(
-            f"there is no default strategy to {action.value}", found=(backend, version), expected=sorted(known)
-        )
+        raise NotFoundError(f"no default strategy to {action.value}", found=(backend, version), expected=sorted(known))
     return known[backend, version]
 
 

@@ -77,9 +77,7 @@ def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
     removed = False
     for part in manifest.parts:
         if part.tree[1] != (TENSORS, OBJECTS):
-            raise IncompatibleError(
-                f"checkpoint of step {manifest.step} was not saved by a strategy", found=part.tree[1]
-            )
+            raise IncompatibleError(f"step {manifest.step} was not saved by a strategy", found=part.tree[1])
         values = values_of(part) | values  # Where ranks differ, the lower one's, as of the objects that they are in.
         for name, kept in ((TENSORS, tensors), (OBJECTS, objects)):
             for key, child in children(part.tree, name):

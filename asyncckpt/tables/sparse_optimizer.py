@@ -97,9 +97,7 @@ class TableParameter(torch.Tensor):
         now = None if entry is None else entry.leaf.grad
         found = (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
         if entry is None or now is None or found != (now.shape, now.dtype, now.device):
-            raise must_be(
-                f"gradient of table {self.table.name!r}", "None, or a tensor like the pending gradient", found
-            )
+            raise must_be(f"gradient of table {self.table.name!r}", "None or a tensor like the pending gradient", found)
         entry.leaf.grad = value
 
 

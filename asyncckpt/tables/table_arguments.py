@@ -54,9 +54,7 @@ def checked_device(name: str, device: torch.device | str) -> torch.device:
         return checked
     count = torch.cuda.device_count()
     if not torch.cuda.is_available() or (checked.index or 0) >= count:
-        raise UnsupportedError(
-            f"table {name!r} has a device that does not exist", found=device, expected=f"{count} CUDA devices"
-        )
+        raise UnsupportedError(f"device of table {name!r} does not exist", found=device, expected=f"{count} devices")
     return torch.device("cuda", torch.cuda.current_device() if checked.index is None else checked.index)
 
 

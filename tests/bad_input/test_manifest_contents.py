@@ -48,7 +48,7 @@ def test_case_039_shard_of_another_step_in_place_and_its_digest_listed(small: Cr
     digest = other.document()["files"][0]["header_digest"]
     small.edit(lambda document: document["files"][0].update(header_digest=digest))
     attempts = (other.document()["attempt"], small.document()["attempt"])
-    refused(small, CorruptError, small.shard_path().name, "mixed steps", *attempts, step=7)
+    refused(small, CorruptError, small.shard_path().name, "another save", *attempts, step=7)
 
 
 def test_case_039_file_of_another_attempt_listed(small: Crafted) -> None:

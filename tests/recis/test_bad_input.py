@@ -140,7 +140,7 @@ CASES: dict[str, tuple[type[CheckpointError], str, Spoil]] = {
     ),
     "ids of another dtype": (
         CorruptError,
-        "ids of a wrong form",
+        "malformed ids",
         lambda d: change_header(d, IDS, lambda h: set_entry(h, IDS, dtype="F64")),
     ),
     "ids of another slice": (

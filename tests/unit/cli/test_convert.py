@@ -120,7 +120,7 @@ def test_what_is_refused_ends_with_its_code(source: Path, tmp_path: Path) -> Non
     cases = [
         (ExitCode.DAMAGED, "strict JSON", ("import", "recis", source, tmp_path / "new")),
         (ExitCode.NOT_FOUND, "does not exist", ("import", "recis", tmp_path / "none", tmp_path / "new")),
-        (ExitCode.NOT_FOUND, "no checkpoint of step 7", ("export", "recis", run, tmp_path / "new", "--step", 7)),
+        (ExitCode.NOT_FOUND, "step 7 is not in", ("export", "recis", run, tmp_path / "new", "--step", 7)),
         (ExitCode.USAGE, "is not known", ("export", "recis", run, tmp_path / "new")),
         (ExitCode.USAGE, "optimizer must be", ("export", "recis", run, tmp_path / "new", "--optimizer", "adam")),
         (ExitCode.USAGE, "SLOT=COLUMN", ("import", "recis", source, run, "--column", "a")),
