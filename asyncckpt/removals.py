@@ -158,7 +158,7 @@ def _remove(
 def _all_there(path: str | os.PathLike[str], wanted: Collection[int], there: Collection[int]) -> Collection[int]:
     missing = sorted({*wanted} - {*there})
     if missing:
-        raise NotFoundError(f"there is no checkpoint of step {missing[0]} in {os.fspath(path)!r}: nothing is removed")
+        raise NotFoundError(f"step {missing[0]} is not in {os.fspath(path)!r}, and nothing was removed")
     return wanted
 
 

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from asyncckpt.errors import CheckpointError, CorruptError, must_be
+from asyncckpt.errors import CheckpointError, CorruptError, Words, must_be
 from asyncckpt.format import limits
 from asyncckpt.format.limits import I64_MAX
 
@@ -45,9 +45,9 @@ def dumps(value: Json) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
-def shown(value: Json) -> str:
+def shown(value: Json) -> Words:
     """A parsed value for an error message: short, and however deep it is nested."""
-    return _short.repr(value)
+    return Words(_short.repr(value))
 
 
 def looks_like(raw: bytes) -> str | None:

@@ -64,7 +64,7 @@ def test_case_003_zero_length(small: Crafted) -> None:
 def test_case_003_zero_length_and_listed_so(small: Crafted) -> None:
     os.truncate(small.shard_path(), 0)
     small.edit(lambda document: document["files"][0].update(bytes=0, header_bytes=0))
-    refused(small, CorruptError, "files[0].bytes", "found '0'")
+    refused(small, CorruptError, "files[0].bytes", "got 0")
 
 
 # -- the header's length -----------------------------------------------------------------------------------------------

@@ -120,10 +120,7 @@ def test_numbers_that_are_not_finite_have_no_age() -> None:
 
 @pytest.mark.parametrize("bounds", [{}, {"below": 1, "older_than": 1}, {"older_than": -1}, {"older_than": math.nan}])
 def test_an_eviction_has_one_bound(bounds: Any) -> None:
-    with pytest.raises(
-        UsageError,
-        match=r"an eviction from table 't' (needs either|must be a number)",
-    ):
+    with pytest.raises(UsageError, match=r"an eviction from table 't' (needs either|must be a number)"):
         tables()[0].evict("last_seen", **bounds)
 
 
