@@ -188,7 +188,7 @@ def test_the_first_step_of_a_loop_asks_the_store_before_it_is_refused_alone(prox
         checkpointer.step(1)
         assert proxy.requests == []
     with asyncckpt.Checkpointer(url, every=10, model=model) as checkpointer:
-        with pytest.raises(asyncckpt.UsageError, match="not behind"):
+        with pytest.raises(asyncckpt.UsageError, match="not above"):
             checkpointer.step(1)
         asyncckpt.checkpoints.remove(url, 1)
         checkpointer.step(1)

@@ -45,7 +45,7 @@ def test_names_that_differ_in_a_prefix_alone_get_a_hint(tmp_path: Path, prefix: 
     state = {prefix + name: value for name, value in net(1.0).state_dict().items()}
     asyncckpt.save(tmp_path / "d", {"model": state})
     with pytest.raises(
-        asyncckpt.IncompatibleError, match=r"differ only in 'module\.'.*give the module that was wrapped"
+        asyncckpt.IncompatibleError, match=r"differ only in 'module\.'.*pass the module that was wrapped"
     ):
         asyncckpt.Loader(tmp_path / "d", tensors={"model": net(0.0)}).load()
     asyncckpt.save(tmp_path / "other", {"model": {"else": torch.ones(1)}})

@@ -235,7 +235,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "torch: empty": ("torch", DAMAGED, "is empty", cut_file(0, torch_file(GOOD))),
     "torch: truncated by a byte": ("torch", DAMAGED, "zip archive", cut_file(1, torch_file(GOOD))),
     "torch: truncated by half": ("torch", DAMAGED, "zip archive", cut_file(600, torch_file(GOOD))),
-    "torch: text": ("torch", UNREADABLE, "no file of torch.save", raw_file(b"hello")),
+    "torch: text": ("torch", UNREADABLE, "not a file of torch.save", raw_file(b"hello")),
     "torch: a plain pickle": ("torch", UNREADABLE, "a pickle", raw_file(pickle.dumps(Evil()))),
     "torch: the format before 1.6": (
         "torch",

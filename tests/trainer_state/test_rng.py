@@ -123,7 +123,7 @@ def damaged(change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda state: state.pop("streams"), "no state of random numbers"),
+        (lambda state: state.pop("streams"), "not a state of random numbers"),
         (lambda state: state["streams"].pop("torch"), "generators of random numbers are others"),
         (lambda state: state["generators"].clear(), "generators of random numbers are others"),
         (lambda state: state["streams"].update(torch=b"short"), "generator 'torch' cannot take"),

@@ -97,7 +97,7 @@ def test_of_a_broken_chain_all_that_it_names_is_needed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("act", [lambda root: remove(root, [3, 9]), lambda root: remove_after(root, 9)])
 def test_a_step_that_is_not_there(tmp_path: Path, act: Callable[[Path], object]) -> None:
     two_chains(tmp_path)
-    with pytest.raises(NotFoundError, match="no checkpoint of step 9"):
+    with pytest.raises(NotFoundError, match="step 9 is not in"):
         act(tmp_path)
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
