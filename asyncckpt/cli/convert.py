@@ -55,7 +55,7 @@ FORMATS = {
     "recsdk": Format("the tables that RecSDK saved", ("column", "parallel"), ("column", "shards")),
     "torch": Format("a file of torch.save", ("parallel",), ()),
 }
-_DESCRIBED = "; ".join(f"{name} is {found.what}" for name, found in FORMATS.items())
+_DESCRIBED = "; ".join(f"{name}: {found.what}" for name, found in FORMATS.items())
 
 
 def add_commands(commands: Commands) -> None:
