@@ -102,11 +102,13 @@ class Checkpointer:
         for name, value in state.items():
             if name in _OPTIONS and (isinstance(value, BARE) or not may_be_state(value)):
                 what = f"{name!r} is an argument of Saver, not a part of the state"
-                raise UsageError(what, hint=f"pass options={{{name!r}: {value!r}}}")
+                shown = repr(value) if isinstance(value, BARE) else "..."
+                raise UsageError(what, hint=f"pass options={{{name!r}: {shown}}}")
         tables, tensors = named_parts(state)
         for name, value in tensors.items():
             if not may_be_state(value):
-                raise UsageError(f"{name!r} cannot be saved", found=type(value), hint=nearest(name, _OPTIONS))
+                hint = "arguments of Saver go into options={...}"
+                raise UsageError(f"{name!r} cannot be saved", found=type(value), hint=hint)
         more = {"keep": keep, "deltas": deltas, **options}
         ranks = more.get("ranks", RankOptions())
         check_type("ranks", ranks, RankOptions)

@@ -114,5 +114,5 @@ def test_every_wrong_option_is_named(tmp_path: Path, name: Any) -> None:
 def test_what_no_save_would_take_is_refused_before_anything_is_trained(tmp_path: Path, name: str) -> None:
     """It was found by the first save that was due, so a run of fewer steps was lost."""
     given = {"ranks": asyncckpt.RankOptions(), "filter_func": lambda blocks: blocks, "rng": torch.Generator()}[name]
-    with pytest.raises(asyncckpt.UsageError, match=rf"'{name}' cannot be saved.*options="):
+    with pytest.raises(asyncckpt.UsageError, match=rf"'{name}' (cannot be saved|is an argument of Saver).*options="):
         asyncckpt.Checkpointer(tmp_path, every=1000, x=torch.zeros(2), **{name: given})

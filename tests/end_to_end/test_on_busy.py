@@ -158,7 +158,7 @@ def test_queued_step_none_counts_steps_in_flight(tmp_path: Path) -> None:
     gate = Gate()
     with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}, filter_func=gate, on_busy="queue") as saver:
         futures = [saver.save_async(), saver.save_async()]
-        with pytest.raises(asyncckpt.ConflictError, match="step 1 exists"):
+        with pytest.raises(asyncckpt.ConflictError, match="step 1 already exists"):
             saver.save_async(1)
         gate.open()
         assert [future.result(60).step for future in futures] == [0, 1]

@@ -56,7 +56,7 @@ def saved(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("other", "whys"), [
-    (lambda: Recommender("user", "item", "ad", seed=1), ["'ad' is missing", "'sparse' does not take its state"]),
+    (lambda: Recommender("user", "item", "ad", seed=1), ["(1): 'ad'", "'sparse' does not take its state"]),
     (lambda: Recommender("user", seed=1), ["'sparse' does not take its state", "that of other tables"]),
     (lambda: Recommender("user", "item", rule="adam", seed=1), ["'exp_avg_sq'", "'sparse' does not take its state"]),
 ], ids=["a new table", "a table less", "another optimizer"])  # fmt: skip

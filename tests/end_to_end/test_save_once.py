@@ -22,7 +22,7 @@ def test_one_call_saves_and_one_loads(tmp_path: Path) -> None:
     assert asyncckpt.save(path, state, 10).step == 10
     assert list(differences(asyncckpt.load(path), state)) == []
     assert asyncckpt.describe(path, 0).metadata == {"loss": 0.5}
-    with pytest.raises(asyncckpt.ConflictError, match="step 10 exists"):
+    with pytest.raises(asyncckpt.ConflictError, match="step 10 already exists"):
         asyncckpt.save(path, state, 10)
 
 

@@ -375,7 +375,7 @@ def test_what_does_not_fit_the_targets_is_refused(tmp_path: Path) -> None:
     refused = [
         (IncompatibleError, "does not fit column 'embedding'", {"hashtables": {"user": wide}}),
         (IncompatibleError, "embedding", {"hashtables": {"user": half}}),
-        (IncompatibleError, "'item' is missing", {"hashtables": {"item": table}}),
+        (IncompatibleError, "only in this state (1): 'item'", {"hashtables": {"item": table}}),
         (IncompatibleError, "shape", {"tensors": {"dense.weight": torch.zeros(2)}}),
         (UsageError, "slots that no table has", {"hashtables": {"user": table}, "columns": {"nothing": "sum"}}),
         (UsageError, "the same column", {"hashtables": {"user": table}, "columns": {"step_filter": "embedding"}}),
