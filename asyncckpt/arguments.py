@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import Any
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import must_be
 
 INT_MAX = 2**63 - 1
 
@@ -24,27 +24,27 @@ def check_int(name: str, value: Any, *, at_least: int, at_most: int = INT_MAX, o
     if type(value) is not int or not at_least <= value <= at_most:
         bounds = f"an int of at least {at_least}" + (f", at most {at_most}" if at_most < INT_MAX else "")
         bounds += ", or None" if optional else ""
-        raise UsageError(f"{name} is wrong", found=value, expected=bounds)
+        raise must_be(name, bounds, value)
 
 
 def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
     """Check for seconds that a wait can take."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= threading.TIMEOUT_MAX:
-        raise UsageError(f"{name} is wrong", found=value, expected=f"seconds in [0, {threading.TIMEOUT_MAX:.0f}]")
+        raise must_be(name, f"a number of seconds in [0, {threading.TIMEOUT_MAX:.0f}]", value)
     if above_zero and not value:
-        raise UsageError(f"{name} is wrong", found=value, expected="more than 0 seconds")
+        raise must_be(name, "more than 0 seconds", value)
 
 
 def check_choice(name: str, value: Any, choices: tuple[object, ...]) -> None:
     """Check for one of some words, or a bool where that is one of them."""
     if not isinstance(value, (str, bool)) or value not in choices:
-        raise UsageError(f"{name} is wrong", found=value, expected=choices)
+        raise must_be(name, choices, value)
 
 
 def check_type(name: str, value: Any, kind: type) -> None:
     """Check for an object of a class."""
     if not isinstance(value, kind):
-        raise UsageError(f"{name} is wrong", found=type(value).__name__, expected=kind.__name__)
+        raise must_be(name, "True or False" if kind is bool else kind, type(value))
 
 
 def is_text(name: str) -> bool:

@@ -38,12 +38,12 @@ from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks import steps_together
 from asyncckpt.engine.ranks.open_directory import look_for_all, which_of_all
 from asyncckpt.engine.ranks.steps_together import StepsTogether
-from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
+from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, nearest, warn
 from asyncckpt.format.names import check_step
 from asyncckpt.loader import load_now
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
-from asyncckpt.modules.named_parts import named_parts
+from asyncckpt.modules.named_parts import BARE, named_parts
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, BusyPolicy, DeltaPolicy, KeepPolicy, RankOptions
 from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics, check_every
 from asyncckpt.plan.state import may_be_state
@@ -97,20 +97,23 @@ class Checkpointer:
         options = {} if options is None else options
         _check_options(options)
         if not state:
-            raise UsageError("there is nothing to save", hint="Checkpointer(path, every=500, model=model)")
+            example = "Checkpointer('ckpt', every=500, model=model, optimizer=optimizer)"
+            raise UsageError("no state was given", hint=f"name what to save: {example}")
+        for name, value in state.items():
+            if name in _OPTIONS and (isinstance(value, BARE) or not may_be_state(value)):
+                what = f"{name!r} is an argument of Saver, not a part of the state"
+                shown = repr(value) if isinstance(value, BARE) else "..."
+                raise UsageError(what, hint=f"pass options={{{name!r}: {shown}}}")
         tables, tensors = named_parts(state)
         for name, value in tensors.items():
             if not may_be_state(value):
-                raise UsageError(
-                    f"{name!r} cannot be saved",
-                    found=type(value).__name__,
-                    hint="further arguments of the Saver go into options={...}",
-                )
+                hint = "arguments of Saver go into options={...}"
+                raise UsageError(f"{name!r} cannot be saved", found=type(value), hint=hint)
         more = {"keep": keep, "deltas": deltas, **options}
         ranks = more.get("ranks", RankOptions())
         check_type("ranks", ranks, RankOptions)
         if ranks.in_turn:
-            raise UsageError("ranks in turn save through a Saver each", hint="a Checkpointer is one rank of a loop")
+            raise UsageError("ranks in turn cannot share a Checkpointer", hint="give each of them a Saver")
         if "shard_num" not in more:
             more["shard_index"], more["shard_num"] = which_of_all(ranks)
         key = str(path if more["shard_num"] != 1 else check_place(path))  # Of ranks the Saver does, and tells all.
@@ -281,7 +284,7 @@ class Checkpointer:
         except CorruptError:
             older = [other for other in committed_steps(self._saver._target.root) if other < step]
             if older and self._saver._target.rank == 0:
-                back = f"restore({older[-1]}, discard_newer=True) goes on from the one before it"
+                back = f"restore({older[-1]}, discard_newer=True) continues from the one before it"
                 with suppress(RuntimeWarning):  # Where warnings are errors, the other one says more.
                     warn(f"asyncckpt: step {step} of {self.path!r} is damaged; {back}", RuntimeWarning)
             raise
@@ -324,15 +327,12 @@ class Checkpointer:
                     steps = committed_steps(there)
             if steps and steps[-1] >= step:
                 raise UsageError(
-                    f"step {step} is not behind those that are in {where!r}",
-                    found=f"step {steps[-1]}",
-                    hint=f"begin with restore(){'' if there is None else ', or copy that back here'}; or go on above "
-                    f"step {steps[-1]}, or give another directory",
+                    f"step {step} is not above step {steps[-1]}, the newest in {where!r}",
+                    hint="call restore() before the loop and count from what it returns, or use another directory",
                 )
         elif step <= self._last_step:
-            raise UsageError(
-                "steps do not ascend", found=step, expected=f"more than {self._last_step}", hint="count over all epochs"
-            )
+            what = f"step({step}) after step({self._last_step}): each step must be greater than the last"
+            raise UsageError(what, hint="count over the whole run, not in each epoch")
 
     def _measure_step(self) -> None:
         now = monotonic()
@@ -365,8 +365,8 @@ def _check_options(options: Any) -> None:
     check_type("options", options, Mapping)
     for name in options:
         if name not in _OPTIONS:
-            hint = _NO_OPTIONS.get(name) if isinstance(name, str) else None
-            raise UsageError(f"{name!r} is no option of a Checkpointer", expected=_OPTIONS, hint=hint)
+            hint = _NO_OPTIONS.get(name) or nearest(name, _OPTIONS) or f"options: {', '.join(_OPTIONS)}"
+            raise UsageError(f"a Checkpointer has no option {name!r}", hint=hint)
     if "shard_index" in options and "shard_num" not in options:
         raise UsageError("option 'shard_index' is given without 'shard_num'", found=options["shard_index"])
 

@@ -47,8 +47,6 @@ def _compact(path: Place, step: int | None, progress: Progress) -> SaveResult:
             commits = held.enter_context(held_directory(root, options.durability))
         except ConflictError as error:
             raise ConflictError(
-                error.what,
-                found=error.found,
-                hint="while a training process holds the directory, compact with that process' Saver.compact()",
+                error.what, hint="while a training process holds the directory, call Saver.compact() in that process"
             ) from error
         return run_compaction(commits, step, options=options, progress=progress)

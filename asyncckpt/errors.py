@@ -18,7 +18,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ _OF_IMPORTS = "<frozen importlib._bootstrap"
 class CheckpointError(Exception):
     """Base of all errors of this library.
 
-    `what` failed; `expected` and `found` are shown with repr when given; `hint` says what to do.
+    `what` failed; `found` is shown with repr and `expected` too, but a str there is prose; `hint` says what to do.
     """
 
     def __init__(self, what: str, *, expected: Any = _UNSET, found: Any = _UNSET, hint: str | None = None) -> None:
@@ -46,9 +46,9 @@ class CheckpointError(Exception):
         self.hint = hint
         parts = [_shortened(what)]
         if found is not _UNSET:
-            parts.append(f"found {_shortened(repr(found))}")
+            parts.append(f"found {_shown(found)}")
         if expected is not _UNSET:
-            parts.append(f"expected {_shortened(repr(expected))}")
+            parts.append(f"expected {_shortened(expected) if isinstance(expected, str) else _shown(expected)}")
         message = ", ".join(parts)
         super().__init__(f"{message} ({hint})" if hint else message)
 
@@ -56,6 +56,19 @@ class CheckpointError(Exception):
         """Errors travel between processes, with their text and plain facts: other ranks wait for them there."""
         facts = {name: fact for name, fact in self.__dict__.items() if isinstance(fact, (str, int, float, type(None)))}
         return received, (type(self), str(self), facts)
+
+
+class Words(str):
+    """Text that a message shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, type) or value is type(None):
+        return _shortened(repr(None if value is type(None) else value))
+    return f"{'an' if value.__name__[0] in 'AEIOUaeiou' else 'a'} {value.__name__}"
 
 
 def _shortened(text: str) -> str:
@@ -123,6 +136,25 @@ class IOFailedError(CheckpointError):
 
 class UsageError(CheckpointError):
     """An argument is wrong, or a call came out of order."""
+
+
+def must_be(
+    name: str, rule: Any, value: Any, *, kind: type[CheckpointError] = UsageError, hint: str | None = None
+) -> CheckpointError:
+    """Return the error for a value that breaks its rule: words, a class, or a tuple of choices."""
+    words = f"one of {', '.join(map(_shown, rule))}" if isinstance(rule, tuple) else rule
+    words = words if isinstance(words, str) else _shown(words)
+    error = kind(f"{name} must be {words}; got {_shown(value)}", hint=hint)
+    error.expected, error.found = rule, value
+    return error
+
+
+def nearest(name: object, names: Iterable[object]) -> str | None:
+    """Return the hint for a name that is not among those known: one that looks like it, if there is any."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(str(name), map(str, names), 1)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 class FilterError(UsageError):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, Words, must_be
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.encodings.lossless import LEVEL_MAX, LEVEL_MIN, zstandard
 from asyncckpt.format.encodings.numbers import FLOATS, INTEGERS
@@ -44,7 +44,7 @@ def keep_rows(table: str, predicate: Predicate) -> RowFilter:
     were not touched stay as an earlier save has judged them. What raises or gives no bool per row is a FilterError.
     """
     if not callable(predicate):
-        raise UsageError("predicate of keep_rows is not callable", found=type(predicate).__name__)
+        raise UsageError("predicate of keep_rows is not callable", found=type(predicate))
     return KeepRows(_name(table), predicate)
 
 
@@ -57,7 +57,7 @@ def cast(name: str, dtype: torch.dtype) -> RowFilter:
     """
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS | INTEGERS:
         expected = sorted(str(known) for known in supported_dtypes() if known in FLOATS | INTEGERS)
-        raise UsageError("cast goes to a float or integer dtype", found=str(dtype), expected=expected)
+        raise UsageError("cast goes to a float or integer dtype", found=Words(dtype), expected=expected)
     return EncodeBlocks(_name(name), {"kind": "cast", "dtype": str(dtype).removeprefix("torch.")})
 
 
@@ -74,7 +74,7 @@ def quantize(name: str, bits: int = 8) -> RowFilter:
     bias (with 4 bits from 65504 on), is a FilterError.
     """
     if type(bits) is not int or bits not in (8, 4):
-        raise UsageError("quantize takes 8 or 4 bits", found=bits)
+        raise must_be("bits of quantize", "8 or 4", bits)
     return EncodeBlocks(_name(name), {"kind": "quantize", "bits": bits})
 
 
@@ -90,14 +90,14 @@ def compress(codec: str = "zstd", *, level: int = 1, name: str = "*") -> RowFilt
     memory, in its stored size, until it is written. UnsupportedError where the package zstandard is missing.
     """
     if codec != "zstd":
-        raise UsageError("compress knows one codec", found=codec, expected="zstd")
+        raise must_be("codec of compress", "'zstd'", codec)
     if type(level) is not int or not LEVEL_MIN <= level <= LEVEL_MAX:
-        raise UsageError("level of compress is wrong", found=level, expected=f"an int in [{LEVEL_MIN}, {LEVEL_MAX}]")
+        raise must_be("level of compress", f"an int in [{LEVEL_MIN}, {LEVEL_MAX}]", level)
     zstandard()
     return EncodeBlocks(_name(name), {"kind": "zstd", "level": level})
 
 
 def _name(name: str) -> str:
     if not isinstance(name, str) or not name:
-        raise UsageError("a filter needs the name of what it is for", found=name, expected="a name or pattern")
+        raise must_be("the name that a filter is for", "a name or pattern", name)
     return name

@@ -30,7 +30,7 @@ from asyncckpt.engine.follow.table_update import OpenUpdate, TableUpdate, find_u
 from asyncckpt.engine.process.background import check_may_wait, workers
 from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import DeadlineError, UsageError, must_be
 from asyncckpt.format.names import check_step
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.store_url import Place
@@ -73,7 +73,7 @@ def follow(
     after = check_step(after, name="after")
     until = check_step(until, name="until")
     if isinstance(poll_seconds, bool) or not isinstance(poll_seconds, (int, float)) or not 0 < poll_seconds <= 86400:
-        raise UsageError("poll_seconds is wrong", found=poll_seconds, expected="seconds above 0, at most 86400")
+        raise must_be("poll_seconds", "above 0 and at most 86400", poll_seconds)
     return Follower(checked, after=after, cursor=_cursor(cursor, checked), poll_seconds=poll_seconds, until=until)
 
 
@@ -296,8 +296,8 @@ class Update:
             self._opened.close()
 
     def __repr__(self) -> str:
-        built = "" if self.previous is None else f" upon {self.previous}"
-        return f"<Update: step {self.step}, {self.kind}{built}>"
+        base = "" if self.previous is None else f" on {self.previous}"
+        return f"<Update: step {self.step}, {self.kind}{base}>"
 
 
 @uninterrupted

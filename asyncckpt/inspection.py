@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.root import open_root
-from asyncckpt.errors import NotFoundError, UsageError
+from asyncckpt.errors import NotFoundError, UsageError, nearest
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import check_step
 from asyncckpt.format.tree import VALUE, Node, Path, key_value
@@ -134,12 +134,13 @@ def find_rows(path: str | os.PathLike[str], table: str, ids: Sequence[int], step
     try:
         wanted = np.array(list(ids), dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:
-        raise UsageError(f"ids are no int64 numbers: {error}") from error
+        raise UsageError(f"ids are not int64 numbers: {error}") from error
     with _opened(path, step) as opened:
         tables = opened.contents.tables
         if table not in tables:
-            what = f"there is no table {table!r} in step {opened.chain.step} of {os.fspath(path)!r}"
-            raise NotFoundError(what, expected=f"one of {sorted(tables)}" if tables else "a checkpoint with tables")
+            held = f"which holds {sorted(tables) or 'no tables'}"
+            what = f"there is no table {table!r} in step {opened.chain.step} of {os.fspath(path)!r}, {held}"
+            raise NotFoundError(what, hint=nearest(table, tables))
         return find(tables[table], opened.values, wanted)
 
 

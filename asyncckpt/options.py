@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from asyncckpt.arguments import as_int, check_choice, check_int, check_seconds, check_type
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class DeltaPolicy:
             if value is None and name == "seconds_max":
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise UsageError(f"{name} is wrong", found=value, expected="a number above 0")
+                raise must_be(name, "a number above 0", value)
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,16 @@ class KeepPolicy:
             check_int(name, getattr(self, name), at_least=1, optional=name != "latest")
         hours = self.every_hours
         if hours is not None and (type(hours) not in (int, float) or not 0 < hours < math.inf):
-            raise UsageError("every_hours is wrong", found=hours, expected="a number above 0, or None")
+            raise must_be("every_hours", "a number above 0, or None", hours)
         check_choice("mode", self.mode, ("min", "max"))
         if self.metric is not None:
             check_type("metric", self.metric, str)
         if (self.best is None) != (self.metric is None):
-            raise UsageError("best and metric go together", found=(self.best, self.metric))
+            raise UsageError(
+                f"KeepPolicy(best={self.best}) needs metric='NAME', the name of a number in the metadata of every save"
+                if self.metric is None
+                else f"KeepPolicy(metric={self.metric!r}) needs best=N, the number of checkpoints to keep by it"
+            )
 
     @staticmethod
     def of(keep: int | KeepPolicy | None, *, has_metadata: bool = True) -> KeepPolicy | None:
@@ -103,7 +107,7 @@ class KeepPolicy:
         if keep is None or isinstance(keep, KeepPolicy):
             return keep
         if type(as_int(keep)) is not int or keep < 1:
-            raise UsageError("keep is wrong", found=keep, expected="an int of at least 1, a KeepPolicy or None")
+            raise must_be("keep", "an int of at least 1, a KeepPolicy or None", keep)
         return KeepPolicy(latest=keep)
 
     def check_metadata(self, metadata: Mapping[str, Any] | None) -> None:
@@ -115,7 +119,7 @@ class KeepPolicy:
             raise UsageError(
                 f"metadata has no number {self.metric!r}, which keep needs to find the best checkpoints",
                 found=sorted(metadata or ()) if value is None else value,
-                hint=f"save(metadata={{{self.metric!r}: ...}}), with nan where it is not known",
+                hint=f"pass save(metadata={{{self.metric!r}: ...}}), with nan if it is not known",
             )
 
     def with_metric(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -281,7 +285,7 @@ class DebugOptions:
         check_type("refresh", self.refresh, bool)
         check_type("audit", self.audit, bool)
         if self.on_event is not None and not callable(self.on_event):
-            raise UsageError("on_event is not callable", found=type(self.on_event).__name__)
+            raise UsageError("on_event is not callable", found=type(self.on_event))
 
 
 @dataclass(frozen=True)

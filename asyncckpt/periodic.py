@@ -26,13 +26,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asyncckpt.arguments import check_int, check_seconds, check_type
+from asyncckpt.arguments import INT_MAX, check_seconds, check_type
 from asyncckpt.commit.discover import is_committed
 from asyncckpt.engine.features.step_watch import StepWatch
 from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.save.start_save import encode_metadata
-from asyncckpt.errors import CheckpointError, IOFailedError, SaveCancelledError, UsageError, closing_beside, warn
+from asyncckpt.errors import (
+    CheckpointError,
+    IOFailedError,
+    SaveCancelledError,
+    UsageError,
+    closing_beside,
+    must_be,
+    warn,
+)
 from asyncckpt.format.names import check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, OnBusy
@@ -81,18 +89,17 @@ class PeriodicSaver:
         if every_seconds is not None:
             check_seconds("every_seconds", every_seconds, above_zero=True)
         if not callable(clock):
-            raise UsageError("clock is wrong", found=clock, expected="a callable that returns seconds")
+            raise must_be("clock", "a callable that returns seconds", clock)
         if on_error not in ("raise", "warn") and not callable(on_error):
-            raise UsageError("on_error is wrong", found=on_error, expected="'raise', 'warn' or a callable")
+            raise must_be("on_error", "'raise', 'warn' or a callable", on_error)
         if every_seconds is not None and saver.ranks_count > 1:
             raise UsageError(
-                "every_seconds is for one rank: the clocks of several would not save in the same steps",
-                found=f"{saver.ranks_count} ranks",
-                hint="count steps instead",
+                f"every_seconds is for one rank: the clocks of {saver.ranks_count} would not save in the same steps",
+                hint="use every_steps",
             )
         ranks = saver._ranks
         if ranks is not None and ranks.in_turn:
-            raise UsageError("ranks in turn save by `save` and `save_async`: a periodic one cannot wait for the others")
+            raise UsageError("ranks in turn cannot save periodically: none can wait for the others", hint="call save()")
         self._saver = saver
         saver._target.memory.is_of_loop = True
         self._every_steps = every_steps
@@ -167,10 +174,10 @@ class PeriodicSaver:
         step = check_step(step)
         if step is not None:
             if self._last is not None and step < self._last.step:
-                raise UsageError("steps do not ascend", found=step, expected=f"at least {self._last.step}")
+                raise must_be("step", f"at least {self._last.step}, the last one", step)
             self._note_end(step, metadata)
         if self._last is None:
-            raise UsageError("there is no step to save yet", hint="give its number: save_now(step)")
+            raise UsageError("no step has ended yet", hint="pass its number: save_now(step)")
         return self._save_last(self._last_with({**(self._last.metadata or {}), **(metadata or {})}))
 
     @uninterrupted
@@ -366,9 +373,11 @@ class PeriodicSaver:
 def check_every(name: str, every_steps: float | None, every_seconds: float | None) -> None:
     """Check that steps between saves, an argument of this name, or else seconds are given."""
     if (every_steps is None) == (every_seconds is None):
-        raise UsageError(f"exactly one of {name} and every_seconds is needed", found=(every_steps, every_seconds))
-    if not (isinstance(every_steps, float) and every_steps == math.inf):
-        check_int(name, every_steps, at_least=1, optional=True)
+        raise UsageError(f"say when to save: {name}=STEPS or every_seconds=SECONDS", found=(every_steps, every_seconds))
+    if every_steps is None or (isinstance(every_steps, float) and every_steps == math.inf):
+        return
+    if type(every_steps) is not int or not 1 <= every_steps <= INT_MAX:
+        raise must_be(name, "an int of at least 1, or math.inf to save only on request", every_steps)
 
 
 def _chain(*errors: BaseException) -> None:

@@ -17,7 +17,7 @@ from asyncckpt.commit.retention import remove_steps, retain
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.process.held_directory import held_directory
-from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
+from asyncckpt.errors import CheckpointError, NotFoundError, UsageError, Words, must_be, nearest
 from asyncckpt.format.names import check_step
 from asyncckpt.model.result import GarbageReport, PruneReport
 from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy
@@ -71,7 +71,7 @@ def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool
     """
     policy = KeepPolicy.of(keep)
     if policy is None:
-        raise UsageError("keep is wrong", found=keep, expected="an int of at least 1, or a KeepPolicy")
+        raise must_be("keep", "an int of at least 1, or a KeepPolicy", keep)
     check_type("dry_run", dry_run, bool)
 
     def work(root: WriteRoot) -> PruneReport:
@@ -134,8 +134,8 @@ def _check_metric(root: WriteRoot, heads: KnownHeads, metric: str) -> None:
     if names is not None:
         raise UsageError(
             f"no checkpoint has the metric {metric!r}, by which the best would stay",
-            found=f"numbers {sorted(names)}",
-            hint="name a number in the metadata of the saves, or leave out best",
+            found=Words(f"numbers {sorted(names)}"),
+            hint=nearest(metric, names) or "name a number in the metadata of the saves, or leave out best",
         )
 
 
@@ -158,7 +158,7 @@ def _remove(
 def _all_there(path: str | os.PathLike[str], wanted: Collection[int], there: Collection[int]) -> Collection[int]:
     missing = sorted({*wanted} - {*there})
     if missing:
-        raise NotFoundError(f"there is no checkpoint of step {missing[0]} in {os.fspath(path)!r}: nothing is removed")
+        raise NotFoundError(f"step {missing[0]} is not in {os.fspath(path)!r}, and nothing was removed")
     return wanted
 
 

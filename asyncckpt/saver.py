@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 __all__ = ["Saver", "SaverStatistics"]
 
 LEFT_OUT_HINT = (
-    "name them in hashtables, or give the module as asyncckpt.adapters.dense_state_of(module), "
-    "an optimizer in a TrainerState"
+    "add hashtables={'NAME': table}; to leave tables out on purpose, pass "
+    "asyncckpt.adapters.dense_state_of(module), and an optimizer in a TrainerState"
 )
 # `path` comes behind parameters that have defaults, so Python wants one for it too.
 _REQUIRED: Any = ...
@@ -132,7 +132,7 @@ class Saver(Closing):
         own = which_rank(shard_index, shard_num, path, ranks)
         with announcing_errors(own, ranks):
             if not callable(filter_func):
-                raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
+                raise UsageError("filter_func is not callable", found=type(filter_func))
             self._busy, self._save_waits = BusyPolicy.of("raise" if on_busy is None else on_busy), on_busy is None
             options = SaveOptions(
                 parallel=parallel,

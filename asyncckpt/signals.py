@@ -128,7 +128,7 @@ class Uninterrupted:
                 given_up.acquire()
         if pid != os.getpid():
             raise UsageError(
-                "a signal handler forked a child, which goes on with its parent's call", hint="end it in the handler"
+                "a signal handler forked a child, which would continue its parent's call", hint="end it in the handler"
             )
 
     def _put_off(self) -> None:

@@ -12,7 +12,7 @@ from asyncckpt.arguments import check_choice
 from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.ranks.holdings import check_said
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.format.names import check_step
 from asyncckpt.loader import load_now
 from asyncckpt.model.own_rank import rank_in_group
@@ -79,7 +79,7 @@ def load(
     flight. Raises NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError, DeviceError, DeadlineError.
     """
     if isinstance(tables, str) or not isinstance(tables, (bool, Collection)):
-        raise UsageError("tables is wrong", found=tables, expected="True, False or a list of names")
+        raise must_be("tables", "True, False or a list of names", tables)
     check_choice("verify", verify, (True, False, "before"))
     rank, ranks_count = rank_in_group() or (0, 1)
     request = LoadRequest(
@@ -104,5 +104,5 @@ def _device(device: torch.device | str | int | None) -> torch.device:
             raise RuntimeError("it holds no data")
         torch.empty(0, dtype=torch.uint8, device=found)
     except (RuntimeError, TypeError, AssertionError) as error:
-        raise UsageError(f"device is wrong: {str(error).partition(chr(10))[0]}", found=device) from error
+        raise UsageError(f"device cannot be used: {str(error).partition(chr(10))[0]}", found=device) from error
     return found

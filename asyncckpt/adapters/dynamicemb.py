@@ -280,7 +280,7 @@ def _tiers(storage: Any, table: str) -> list[Any]:
     if hasattr(storage, "_state"):
         return [storage._state]
     what = f"storage of dynamicemb table {table!r} is unknown"
-    raise UnsupportedError(what, found=type(storage).__name__, expected="DynamicEmbStorage or HybridStorage")
+    raise UnsupportedError(what, found=type(storage), expected="DynamicEmbStorage or HybridStorage")
 
 
 def _score_columns(tiers: list[Any], cache: Any, table: str) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def tbe_tables(tbe: Any, places: Sequence[TablePlace]) -> dict[str, Table]:
     if not is_kind(tbe, frozenset((SPLIT_TBE, DENSE_TBE))):
         shown = [place.name for place in places]
         what = f"the embedding kernel of tables {shown} is not supported"
-        raise UnsupportedError(what, found=type(tbe).__name__, expected="a split or dense table batched embedding")
+        raise UnsupportedError(what, found=type(tbe), expected="a split or dense table batched embedding")
     views = _TbeViews(tbe)
     if len(views) != len(places):
         raise UnsupportedError("a TBE holds another number of tables than it has names", found=len(views))
@@ -90,7 +90,7 @@ def split_tbe_tables(tbe: Any, name: str) -> Mapping[str, Table]:
 
 def refuse_key_value_tbe(tbe: Any, name: str) -> Mapping[str, Table]:
     """Refuse a TBE over an SSD or a key-value store: one cut cannot get its rows."""
-    raise UnsupportedError(f"module {name!r} keeps its rows in a key-value store", found=type(tbe).__name__)
+    raise UnsupportedError(f"module {name!r} keeps its rows in a key-value store", found=type(tbe))
 
 
 class _TbeViews:

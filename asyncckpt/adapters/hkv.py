@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from asyncckpt.adapters.export_only import ExportOnlyTable, Rows, split_columns
-from asyncckpt.errors import ConflictError, IncompatibleError, UnsupportedError, UsageError, warn
+from asyncckpt.errors import ConflictError, IncompatibleError, UnsupportedError, UsageError, must_be, warn
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.modules.registry import register_adapter
 from asyncckpt.native import I64
@@ -109,8 +109,8 @@ class HkvTable(ExportOnlyTable):
             what = f"columns of HierarchicalKV table {name!r} are not its value row"
             raise UsageError(what, found=widths, expected=f"{table.dim()} elements in all")
         if not 0 <= reserved_key_start_bit <= RESERVED_BIT_MAX:
-            what = f"reserved_key_start_bit of table {name!r} is wrong"
-            raise UsageError(what, found=reserved_key_start_bit, expected=f"an int in [0, {RESERVED_BIT_MAX}]")
+            what, rule = f"reserved_key_start_bit of table {name!r}", f"an int in [0, {RESERVED_BIT_MAX}]"
+            raise must_be(what, rule, reserved_key_start_bit)
         super().__init__(name, _schema(widths, dtype), shard=shard, replicated=replicated, device=torch.device(device))
         self._table = table
         self._widths = widths

@@ -90,7 +90,7 @@ def kernels_of(collection: Any) -> Iterator[Any]:
         # Lookups of data parallel tables are wrapped in DistributedDataParallel.
         inner: Any = unwrapped(lookup)
         if not hasattr(inner, "_emb_modules"):
-            raise UnsupportedError("a lookup of a sharded module has no kernels", found=type(inner).__name__)
+            raise UnsupportedError("a lookup of a sharded module has no kernels", found=type(inner))
         yield from inner._emb_modules
 
 

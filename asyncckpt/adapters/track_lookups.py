@@ -69,7 +69,7 @@ def track_lookups(module: torch.nn.Module) -> LookupTracking:
                 started.append((tbe, marks))
     if not tables_count:
         what = "a module holds no table whose lookups can be tracked"
-        raise UsageError(what, found=type(module).__name__, expected="a split TBE with a fused optimizer")
+        raise UsageError(what, found=type(module), expected="a split TBE with a fused optimizer")
     return LookupTracking(tables_count, started)
 
 

@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 def given(text: str) -> str:
     """Refuse an empty argument, as of a shell's variable that is not set: as a path it is the current folder."""
     if not text:
-        raise ArgumentTypeError("it is empty")
+        raise ArgumentTypeError("empty")
     return text
 
 
@@ -45,7 +45,7 @@ class Commands:
     ) -> ArgumentParser:
         """Add a command; its first argument is a checkpoint directory, unless it has none."""
         parser: ArgumentParser = self._parsers.add_parser(
-            name, help=what, description=f"{what}. {more}", epilog=EXIT_CODES, allow_abbrev=False
+            name, help=what, description=f"{what[0].upper()}{what[1:]}. {more}", epilog=EXIT_CODES, allow_abbrev=False
         )
         parser.set_defaults(command=command)
         if directory:
@@ -65,17 +65,17 @@ def add_json(parser: ArgumentParser, what: str = "print JSON instead of text") -
 
 
 def add_most(parser: ArgumentParser, what: str) -> None:
-    parser.add_argument("--most", type=natural, default=40, help=f"show at most so many {what} (40)")
+    parser.add_argument("--most", type=natural, default=40, metavar="N", help=f"show at most N {what}")
 
 
 def add_dry_run(parser: ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
 
 
 def natural(text: str) -> int:
     """Return a number that is not negative, as an argument."""
     if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a number from 0 on")
+        raise ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return int(text)
 
 

@@ -14,27 +14,27 @@ from asyncckpt.cli.text import count_of, print_columns, size
 
 
 def add_commands(commands: Commands) -> None:
-    more = "It has the same step. Not while training writes there."
-    made = commands.add("compact", compact, "fold the chain of a delta into a full checkpoint", more)
+    more = "Stop training that writes to DIR first."
+    made = commands.add("compact", compact, "turn a delta and its chain into one full checkpoint of its step", more)
     add_step(made)
     add_json(made)
-    more = "For good, all or none; refuses what a delta that stays builds upon. Not while training writes there."
-    made = commands.add("rm", rm, "remove checkpoints", more)
+    more = "Refuses a checkpoint that a remaining delta is based on. Stop training that writes to DIR first."
+    made = commands.add("rm", rm, "delete checkpoints permanently, all of those named or none", more)
     made.add_argument("steps", metavar="STEP", type=natural, nargs="*", help="which checkpoints")
-    made.add_argument("--after", metavar="STEP", type=natural, help="all above this step instead")
-    made.add_argument("--even-pinned", action="store_true", help="also such as are pinned")
+    made.add_argument("--after", metavar="STEP", type=natural, help="delete all above this step instead")
+    made.add_argument("--even-pinned", action="store_true", help="remove pinned checkpoints too")
     add_dry_run(made)
     add_json(made)
     _add_prune(commands)
     for name, command, what in (
-        ("pin", pin, "keep a checkpoint, and what it builds upon, whatever retention says"),
-        ("unpin", unpin, "let retention have a checkpoint again"),
+        ("pin", pin, "keep a checkpoint and its bases, whatever retention says"),
+        ("unpin", unpin, "unpin a checkpoint, so that retention may remove it"),
     ):
-        made = commands.add(name, command, what, "Also while training writes there.")
+        made = commands.add(name, command, what, "Works while training writes to DIR.")
         made.add_argument("step", metavar="STEP", type=natural, help="which checkpoint")
         add_json(made)
-    more = "The next save there would do the same. Not while training writes there."
-    made = commands.add("gc", gc, "remove what failed saves and crashes have left", more)
+    more = "The next save to DIR does the same. Stop training that writes to DIR first."
+    made = commands.add("gc", gc, "remove leftovers of failed saves and crashes", more)
     add_json(made)
 
 
@@ -43,15 +43,15 @@ def _add_prune(commands: Commands) -> None:
         "prune",
         prune,
         "remove the checkpoints that no rule keeps",
-        "As the `keep` of a Saver does; pinned ones stay, and what those that stay build upon. Not while training "
-        "writes there, but for --dry-run.",
+        "Works as the `keep` of a Saver. Pinned checkpoints stay, and the bases of those that stay. Stop training "
+        "that writes to DIR first; --dry-run works meanwhile.",
     )
-    made.add_argument("--latest", type=_positive, required=True, metavar="N", help="keep so many of the newest")
-    made.add_argument("--every-steps", type=_positive, metavar="N", help="and the first of every so many steps")
-    made.add_argument("--every-hours", type=float, metavar="H", help="and the first in every so many hours")
-    made.add_argument("--best", type=_positive, metavar="N", help="and so many with the best metric")
+    made.add_argument("--latest", type=_positive, required=True, metavar="N", help="keep the newest N")
+    made.add_argument("--every-steps", type=_positive, metavar="N", help="also keep the first in every N steps")
+    made.add_argument("--every-hours", type=float, metavar="H", help="also keep the first in every H hours")
+    made.add_argument("--best", type=_positive, metavar="N", help="also keep the N with the best metric")
     made.add_argument("--metric", metavar="NAME", help="the name of a number in the metadata")
-    made.add_argument("--mode", choices=("min", "max"), default="min", help="which is best (min)")
+    made.add_argument("--mode", choices=("min", "max"), default="min", help="which value is best (min)")
     add_dry_run(made)
     add_json(made)
 
@@ -67,7 +67,7 @@ def compact(wanted: Namespace) -> ExitCode:
 
 def rm(wanted: Namespace) -> ExitCode:
     if bool(wanted.steps) == (wanted.after is not None):
-        screen.complain("rm", "give STEPs, or --after STEP")
+        screen.complain("rm", "pass STEPs, or --after STEP")
         return ExitCode.USAGE
 
     def remove() -> list[int]:
@@ -117,7 +117,7 @@ def pin(wanted: Namespace) -> ExitCode:
 
 def unpin(wanted: Namespace) -> ExitCode:
     was = asked(lambda: checkpoints.unpin(wanted.path, wanted.step), json=wanted.json)
-    text = f"step {wanted.step} is not pinned any more" if was else f"step {wanted.step} was not pinned: nothing to do"
+    text = f"step {wanted.step} is no longer pinned" if was else f"step {wanted.step} was not pinned: nothing to do"
     _tell(wanted, {"step": wanted.step, "pinned": False, "was_pinned": was}, text)
     return ExitCode.OK
 
@@ -148,5 +148,5 @@ def _steps(steps: Sequence[int]) -> str:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 import warnings
@@ -18,6 +19,7 @@ from typing import NoReturn
 from asyncckpt.cli import change, compare, completion, convert, doctor, follow, look, observe
 from asyncckpt.cli.answers import Commands
 from asyncckpt.cli.findings import EXIT_CODES, ExitCode
+from asyncckpt.errors import nearest
 from asyncckpt.version import __version__
 
 
@@ -64,11 +66,19 @@ def run(arguments: Sequence[str]) -> int:
     return command(wanted)
 
 
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit; for a word that is none of its choices, with the one that looks like it."""
+        found = re.search(r"invalid choice: '([^']*)'", message)
+        hint = nearest(found[1], re.findall(r"[\w-]+", message[found.end() :])) if found else None
+        super().error(f"{message}; {hint}" if hint else message)
+
+
 def parser_of_all() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     """Return the parser of the program, and those of its commands by name."""
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="asyncckpt",
-        description="Look at checkpoint directories of asyncckpt, prove them sound, compare, change and follow them.",
+        description="Inspect, verify, compare, convert and clean up asyncckpt checkpoint directories.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )

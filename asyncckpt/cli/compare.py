@@ -12,7 +12,7 @@ from asyncckpt.cli import as_json, screen
 from asyncckpt.cli.answers import Commands, add_json, add_most, asked, natural, place, said
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.cli.text import count_of, print_columns, safe, shown_value
-from asyncckpt.errors import NotFoundError
+from asyncckpt.errors import NotFoundError, Words
 from asyncckpt.inspection import Comparison, compare, find_rows
 
 if TYPE_CHECKING:
@@ -29,22 +29,22 @@ def add_commands(commands: Commands) -> None:
     made = commands.add(
         "diff",
         diff,
-        "tell what differs between two checkpoints",
-        "Rows by their ids, tensors, plain values, metadata. Reads what may differ, in windows. Ends with 7 if their "
-        "states differ, with 0 if they are the same.",
+        "print the differences between two checkpoints",
+        "Compares rows by their ids, tensors, plain values and metadata. Reads only what may differ, in windows. Exits "
+        "with 7 if the states differ, with 0 if they are the same.",
     )
     made.add_argument("first", metavar="A", type=natural, nargs="?", help="a step; default: the second newest")
     made.add_argument("second", metavar="B", type=natural, nargs="?", help="another step; default: the newest")
-    made.add_argument("--with", dest="other", metavar="DIR2", type=place, help="B is a checkpoint of this directory")
-    add_most(made, "lines of a kind, and ids")
+    made.add_argument("--with", dest="other", metavar="DIR2", type=place, help="take B from this directory")
+    add_most(made, "lines of a kind, and ids (default 40)")
     add_json(made)
     made = commands.add(
         "cat",
         cat,
         "print rows of a table by their ids",
-        "Reads the ids of the table, and of its columns these rows alone.",
+        "Reads the ids of the table, and only these rows of its columns.",
     )
-    made.add_argument("table", metavar="TABLE", help="its name, see `show`")
+    made.add_argument("table", metavar="TABLE", help="the name of a table, as `show` prints it")
     made.add_argument("ids", metavar="ID", type=_id, nargs="+", help="an int64 id")
     made.add_argument("--step", type=natural, help="which checkpoint; default: the newest")
     add_json(made)
@@ -72,7 +72,7 @@ def _compared(wanted: Namespace) -> Comparison:
         with contextlib.suppress(NotFoundError):
             return compare(wanted.path, steps[-2], wanted.second)
     if len(steps) < 2:
-        raise NotFoundError(f"there are no two checkpoints in {str(wanted.path)!r}", found=f"steps {steps}")
+        raise NotFoundError(f"there are no two checkpoints in {str(wanted.path)!r}", found=Words(f"steps {steps}"))
     return compare(wanted.path, steps[-2], wanted.second)
 
 
@@ -102,7 +102,7 @@ def _id(text: str) -> int:
     except ValueError:
         id = 1 << 63
     if not -(1 << 63) <= id < 1 << 63:
-        raise ArgumentTypeError(f"{text!r} is not an int64 number")
+        raise ArgumentTypeError(f"{text!r} is not an int64")
     return id
 
 

@@ -55,37 +55,35 @@ FORMATS = {
     "recsdk": Format("the tables that RecSDK saved", ("column", "parallel"), ("column", "shards")),
     "torch": Format("a file of torch.save", ("parallel",), ()),
 }
-_DESCRIBED = "; ".join(f"{name} is {found.what}" for name, found in FORMATS.items())
+_DESCRIBED = "; ".join(f"{name}: {found.what}" for name, found in FORMATS.items())
 
 
 def add_commands(commands: Commands) -> None:
-    more = (
-        f"As a step of a directory of asyncckpt, which is made when it is missing. SOURCE stays as it is. {_DESCRIBED}."
-    )
-    made = commands.add("import", import_, "make a checkpoint of what another library wrote", more, directory=False)
+    more = f"Adds it as a step to TARGET, which is made if it is missing. SOURCE stays as it is. {_DESCRIBED}."
+    made = commands.add("import", import_, "make a checkpoint from what another library wrote", more, directory=False)
     _add_arguments(
         made, source="the directory or file of the other library", target="a checkpoint directory, or its URL"
     )
-    default = "one more than the newest; recis: of SOURCE's name"
-    made.add_argument("--step", metavar="STEP", type=natural, help=f"which step it becomes; default: {default}")
-    more = f"The newest step, or --step. TARGET must not exist, and is there all at once. {_DESCRIBED}."
-    made = commands.add("export", export, "write a checkpoint as another library reads it", more, directory=False)
+    default = "one more than the newest; recis: from the name of SOURCE"
+    made.add_argument("--step", metavar="STEP", type=natural, help=f"the step that it becomes; default: {default}")
+    more = f"Writes the newest step, or --step. TARGET must not exist; it appears when it is complete. {_DESCRIBED}."
+    made = commands.add("export", export, "write a checkpoint in the format of another library", more, directory=False)
     _add_arguments(made, source="a checkpoint directory, or its URL", target="the directory or file to make")
     made.add_argument("--step", metavar="STEP", type=natural, help="which step; default: the newest")
     made.add_argument(
-        "--shard-size", metavar="SIZE", type=_size, help="hf: bytes of one file at most, as 500MB or 2GiB (5GB)"
+        "--shard-size", metavar="SIZE", type=_size, help="hf: write files of at most SIZE, such as 500MB or 2GiB (5GB)"
     )
     made.add_argument(
         "--shards",
         metavar="N",
         type=_positive,
-        help="recis: in how many shards; default: as many as ranks saved. recsdk: rank folders; default: ranks merged",
+        help="recis: write N shards; default: as many as ranks saved. recsdk: N rank folders; default: ranks merged",
     )
     made.add_argument("--optimizer", metavar="NAME", help="recis: sparse_adam, sparse_adamw or sparse_adamw_tf")
 
 
 def _add_arguments(parser: ArgumentParser, *, source: str, target: str) -> None:
-    parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=f"whose format: {', '.join(FORMATS)}")
+    parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=f"one of {', '.join(FORMATS)}")
     parser.add_argument("source", metavar="SOURCE", type=given, help=source)
     parser.add_argument("target", metavar="TARGET", type=given, help=target)
     parser.add_argument(
@@ -93,17 +91,19 @@ def _add_arguments(parser: ArgumentParser, *, source: str, target: str) -> None:
         metavar="SLOT=COLUMN",
         type=_pair,
         action="append",
-        help="recsdk, recis: what a slot is called here; parquet: a column",
+        help="recis, recsdk: the column for a slot; parquet: the new name of a column",
     )
-    parser.add_argument("--parallel", metavar="N", type=_positive, help="shard files at most, of recis of a shard (8)")
+    parser.add_argument(
+        "--parallel", metavar="N", type=_positive, help="write at most N files (recis: per shard); default 8"
+    )
     parser.add_argument(
         "--rename",
         metavar="OLD=NEW",
         type=_pair,
         action="append",
-        help="another name for a table, a tensor, or all that is called OLD.something",
+        help="rename a table, a tensor, or everything called OLD.something",
     )
-    parser.add_argument("--no-verify", action="store_true", help="do not read it once more in the end")
+    parser.add_argument("--no-verify", action="store_true", help="do not read the result back and compare it")
     add_dry_run(parser)
     add_json(parser)
 
@@ -181,7 +181,8 @@ def _options(wanted: Namespace, taken: Sequence[str]) -> dict[str, Any]:
     given = {name: value for name in every if (value := getattr(wanted, name, None)) is not None}
     for name in given:
         if name not in taken:
-            raise UsageError(f"{_option(name)} is no option of {wanted.format}", expected=list(map(_option, taken)))
+            hint = f"its options: {', '.join(map(_option, taken))}" if taken else None
+            raise UsageError(f"{_option(name)} does not apply to {wanted.format}", hint=hint)
     if "column" in given:
         given["columns"] = dict(given.pop("column"))
     return given
@@ -258,25 +259,25 @@ def _renamed(pairs: Sequence[tuple[str, str]] | None) -> dict[str, str]:
     """Return what --rename has said. UsageError."""
     given = dict(pairs or ())
     if len(given) != len(pairs or ()):
-        raise UsageError("--rename gives one name two new ones", found=[f"{old}={new}" for old, new in pairs or ()])
+        raise UsageError("--rename maps one name twice", found=[f"{old}={new}" for old, new in pairs or ()])
     return given
 
 
 def _pair(text: str) -> tuple[str, str]:
     slot, found, column = text.partition("=")
     if not found or not slot or not column:
-        raise ArgumentTypeError(f"{text!r} is not two names with = between them")
+        raise ArgumentTypeError(f"{text!r} is not OLD=NEW")
     return slot, column
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
 
 
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.lower())
     if match is None or match[2] not in _UNITS or not int(match[1]):
-        raise ArgumentTypeError(f"{text!r} is no size, as 5GB, 500MiB or 1000000")
+        raise ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MiB or 1000000")
     return int(match[1]) * _UNITS[match[2]]

@@ -52,11 +52,11 @@ def add_commands(commands: Commands) -> None:
     made = commands.add(
         "doctor",
         doctor,
-        "try out what saves to a directory need, and say what to expect",
-        "The disk or the store, memory, the compiled core, CUDA. The directory need not exist. Writes up to --mib and "
-        "leaves nothing behind. Ends with 5 if saves would fail there.",
+        "check that saves to DIR will work, and estimate how long they take",
+        "Checks the disk or the store, memory, the compiled core and CUDA. DIR need not exist. Writes up to --mib and "
+        "removes it again. Exits with 5 if saves would fail.",
     )
-    made.add_argument("--mib", type=natural, default=256, help="write so many MiB to see how fast the disk is (256)")
+    made.add_argument("--mib", type=natural, default=256, metavar="N", help="write N MiB to measure the disk (256)")
     add_json(made)
 
 
@@ -168,7 +168,7 @@ def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:
     else:
         seconds = _GIB / facts.bytes_per_s
         found.advice.append(
-            f"1 GiB is durable about {_rounded(seconds)} s after the save began; meanwhile training goes on."
+            f"1 GiB is durable about {_rounded(seconds)} s after the save began; training continues meanwhile."
         )
     if not facts.direct:
         found.advice.append("Writes go through the page cache here: saves take more time of the processor.")

@@ -49,7 +49,7 @@ class ExitCode(IntEnum):
 EXIT_CODES = """\
 Exit codes: 0 all is well; 1 a checkpoint is damaged; 2 wrong usage; 3 there is no such checkpoint, directory, table \
 or row; 4 a checkpoint needs another version of asyncckpt, or cannot be converted; 5 the operating system refused; 6 \
-another process writes to the directory, or what is to be made is there; 7 the checkpoints differ (diff).
+the directory is in use by another process, or the target already exists; 7 the checkpoints differ (diff).
 """
 
 

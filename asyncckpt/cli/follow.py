@@ -14,7 +14,7 @@ def add_commands(commands: Commands) -> None:
     made = commands.add(
         "follow", follow, "print each step as it is committed, until Ctrl-C", "The directory need not exist yet."
     )
-    made.add_argument("--after", type=natural, help="begin after this step; default: with the oldest")
+    made.add_argument("--after", type=natural, help="start after this step; default: with the oldest")
     made.add_argument("--cursor", type=file, help="a small file that remembers the last step printed")
     made.add_argument("--poll", type=_seconds, default=1.0, help="seconds between two checks (1)")
     made.add_argument("--until", type=natural, help="end after this step; default: never")
@@ -45,5 +45,5 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0.01 <= seconds < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds from 0.01 on")
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0.01")
     return seconds

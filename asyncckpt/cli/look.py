@@ -19,17 +19,17 @@ LOOKS_MAX = 9
 
 
 def add_commands(commands: Commands) -> None:
-    add_json(commands.add("ls", ls, "list the checkpoints of a directory, the newest last", "Reads manifests only."))
-    more = "Tables, plain values, tensors, metadata, files. Reads its manifest only."
+    add_json(commands.add("ls", ls, "list the checkpoints of a directory, the newest last", "Reads only manifests."))
+    more = "Prints tables, plain values, tensors, metadata and files. Reads only the manifest."
     made = commands.add("show", show, "show what one checkpoint holds", more)
     add_step(made)
-    add_most(made, "values and blocks; with --json all of them")
+    add_most(made, "values and blocks (default 40; --json shows all)")
     add_json(made)
-    more = "Containers, types, shapes and plain values, in their order. Reads its manifest only."
+    more = "Prints containers, types, shapes and plain values, in their order. Reads only the manifest."
     made = commands.add("tree", tree, "show the state of one checkpoint as a tree", more)
     add_step(made)
     add_json(made)
-    more = "Manifest, file sizes, headers and the digest of every block."
+    more = "Checks the manifest, file sizes, headers and the digest of every block."
     made = commands.add("verify", verify, "read every byte of a checkpoint and check it", more)
     add_step(made)
     made.add_argument("--all", action="store_true", help="verify every checkpoint of the directory")
@@ -63,7 +63,7 @@ def tree(wanted: Namespace) -> ExitCode:
 
 def verify(wanted: Namespace) -> ExitCode:
     if wanted.all and wanted.step is not None:
-        screen.complain("verify", "give a STEP or --all, not both")
+        screen.complain("verify", "pass a STEP or --all, not both")
         return ExitCode.USAGE
     findings: list[Finding[VerifyReport]] = []
     for looks_left in reversed(range(LOOKS_MAX)):

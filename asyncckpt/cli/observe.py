@@ -19,12 +19,12 @@ REPORT_NAME = "report.html"
 
 
 def add_commands(commands: Commands) -> None:
-    more = "Timeline, stalls, sizes, chains, tables: one file, which needs nothing else. Reads manifests only."
-    made = commands.add("report", report, "write what a directory holds as a page of HTML", more)
+    more = "Shows timeline, stalls, sizes, delta chains and tables, in one self-contained file. Reads only manifests."
+    made = commands.add("report", report, "write an HTML report about a directory", more)
     made.add_argument("-o", "--output", type=file, default=Path(REPORT_NAME), help=f"the file ({REPORT_NAME})")
-    more = "The page is served to this machine alone and changes as steps are committed. DIR need not exist yet."
-    made = commands.add("watch", watch, "serve the same page, live, until Ctrl-C", more)
-    made.add_argument("--port", type=_port, default=0, help="where on 127.0.0.1; default: a free port")
+    more = "Serves only this machine; the page changes as steps are committed. DIR need not exist yet."
+    made = commands.add("watch", watch, "serve that report, live, until Ctrl-C", more)
+    made.add_argument("--port", type=_port, default=0, help="port on 127.0.0.1; default: a free one")
 
 
 def report(wanted: Namespace) -> ExitCode:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CHAIN_STEPS_SHOWN_MAX = 16
 RANKS_SHOWN_MAX = 64
-_NUMBERS = frozenset({"step", "upon", "size", "files", "table rows", "rows", "removed", "tensors", "blocks", "read"})
+_NUMBERS = frozenset({"step", "base", "size", "files", "table rows", "rows", "removed", "tensors", "blocks", "read"})
 
 
 def print_list(path: Path, findings: Sequence[Finding[CheckpointSummary]]) -> None:
@@ -28,8 +28,8 @@ def print_list(path: Path, findings: Sequence[Finding[CheckpointSummary]]) -> No
         return
     # Leave out columns that only deltas fill.
     has_deltas = any(finding.fact is not None and finding.fact.parents for finding in findings)
-    heads = ["step", "created", "kind", "upon", "size", "files", "table rows", "removed", "tensors", "state"]
-    heads = [head for head in heads if has_deltas or head not in ("upon", "removed")]
+    heads = ["step", "created", "kind", "base", "size", "files", "table rows", "removed", "tensors", "state"]
+    heads = [head for head in heads if has_deltas or head not in ("base", "removed")]
     rows = []
     for finding in findings:
         cells = {"step": str(finding.step), "state": _state(finding)}
@@ -37,7 +37,7 @@ def print_list(path: Path, findings: Sequence[Finding[CheckpointSummary]]) -> No
             cells |= {
                 "created": info.created,
                 "kind": _kind(info),
-                "upon": str(info.parents[0]) if info.parents else "",
+                "base": str(info.parents[0]) if info.parents else "",
                 "size": size(info.bytes),
                 "files": str(len(info.files)),
                 "table rows": f"{sum(info.tables.values()):,}",
@@ -52,7 +52,7 @@ def print_list(path: Path, findings: Sequence[Finding[CheckpointSummary]]) -> No
 def print_info(path: Path, info: CheckpointInfo, *, count_max: int) -> None:
     """Print one checkpoint: head, tables, plain values, blocks, files."""
     facts = [("checkpoint", f"step {info.step} of {path}"), ("kind", _kind(info))]
-    facts += [("builds upon", _chain(info.parents))] if info.parents else []
+    facts += [("base", _chain(info.parents))] if info.parents else []
     facts += [("created", f"{info.created} by {info.writer}")]
     facts += [("size", f"{size(info.bytes)} in {count_of(len(info.files), 'file')}")]
     facts += [("saved by", count_of(info.ranks_count, "rank"))] if info.ranks_count > 1 else []
@@ -101,9 +101,9 @@ def print_compacted(result: SaveResult) -> None:
 
 def print_update(update: Update) -> None:
     """Print one line and flush it."""
-    upon = "" if update.previous is None else f" upon {update.previous}"
+    base = "" if update.previous is None else f" on {update.previous}"
     tables = [f"{name} {_change(table)}" for name, table in update.tables.items()]
-    print(safe("  ".join([f"step {update.step}", f"{update.kind}{upon}", *tables])), flush=True)
+    print(safe("  ".join([f"step {update.step}", f"{update.kind}{base}", *tables])), flush=True)
 
 
 def print_error(error: CheckpointError) -> None:

@@ -138,7 +138,7 @@ register_at_fork(after_in_child=claims.forget)
 
 def step_exists(root: ReadRoot, step: int) -> ConflictError:
     return ConflictError(
-        f"step {step} exists already in {str(root.path)!r}",
+        f"step {step} already exists in {str(root.path)!r}",
         hint="steps are never overwritten: save another step, or remove that checkpoint first",
     )
 

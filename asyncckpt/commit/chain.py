@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from asyncckpt.commit.discover import UNREADABLE, KnownHeads, check_files, read_manifest
 from asyncckpt.commit.root import CheckpointRoot, ReadRoot, WriteRoot
-from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError, Words
 from asyncckpt.format.head import ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
@@ -166,7 +166,7 @@ class KnownChain:
 def base_lost(step: int, why: str) -> ConflictError:
     """Return the error of a delta which has lost its base, the checkpoint of this step."""
     return ConflictError(
-        f"step {step}, which a delta would build upon, is not there any more: {why}",
+        f"step {step}, the base of the delta, no longer exists: {why}",
         hint="save a full checkpoint: kind='full' or 'auto'",
     )
 
@@ -178,10 +178,10 @@ def _is_end(child: ManifestHead, number: int, sealed: SealedHead) -> bool:
         return True
     if (found.attempt, sealed.digest) != (parent.attempt, parent.digest):
         what = f"its parent step {parent.step} was rewritten: another checkpoint is there"
-        raise _broken(child, what, found=found.replaces or sealed.digest, expected=parent.digest)
+        raise _broken(child, what, found=Words(found.replaces or sealed.digest), expected=parent.digest)
     if not rest:
         if found.kind != "full":
-            raise _broken(child, "it ends with a delta, not with a full checkpoint", found=found.kind, expected="full")
+            raise _broken(child, "it ends with a delta, not with a full checkpoint")
         return True
     _check_rest(child, parent, rest, found.parents)
     return False
@@ -192,14 +192,14 @@ def _check_rest(
 ) -> None:
     """Check that what comes next is a parent's base; where that was compacted, the chain may end earlier."""
     if [item.step for item in rest] != [item.step for item in found[: len(rest)]]:
-        what = f"it has a gap, its parent step {parent.step} builds upon others"
-        raise _broken(child, what, found=_shown(found), expected=_shown(rest))
+        what = f"it has a gap, its parent step {parent.step} has other bases"
+        raise _broken(child, what, found=Words(_shown(found)), expected=_shown(rest))
     for theirs, ours in zip(found, rest, strict=False):
         if theirs != ours:
-            what = f"its parent step {parent.step} builds upon another checkpoint of step {ours.step}"
+            what = f"its parent step {parent.step} is based on another checkpoint of step {ours.step}"
             pins = [(theirs.digest, ours.digest), (theirs.attempt, ours.attempt)]
             differing = next(pair for pair in pins if pair[0] != pair[1])
-            raise _broken(child, what, found=differing[0], expected=differing[1])
+            raise _broken(child, what, found=Words(differing[0]), expected=differing[1])
 
 
 def _broken(child: ManifestHead, what: str, **facts: Any) -> CorruptError:

@@ -162,9 +162,8 @@ def _read_of_step(root: ReadRoot, step: int, read: Callable[[str], Sealed]) -> S
                 if root.data.has_folder(found.head.folder_name) and _stands_for(found, own, read):
                     return found
     steps = committed_steps(root)
-    raise NotFoundError(
-        f"there is no checkpoint of step {step} in {str(root.path)!r}", found=f"steps {shown_steps(steps)}"
-    )
+    held = f"steps {shown_steps(steps)}" if steps else "no checkpoint"
+    raise NotFoundError(f"step {step} is not in {str(root.path)!r}, which holds {held}")
 
 
 def _stands_for(compacted: SealedHead, own: str, read: Callable[[str], Sealed]) -> bool:

@@ -57,8 +57,8 @@ def check_may_begin(folder: ReadFolder) -> None:
     """
     there = what_is_there(folder)
     if there:
-        anew = "to begin anew, give a directory of its own, or call begin_anew() instead of restore()"
-        there["hint"] = "; ".join(filter(None, (there["hint"], anew)))
+        new = "to start a new run, use a directory of its own, or call begin_anew() instead of restore()"
+        there["hint"] = "; ".join(filter(None, (there["hint"], new)))
         raise NotFoundError(f"there is no checkpoint of asyncckpt in {str(folder.path)!r} to restore", **there)
     others = sorted(name for name in folder.names() if not _BESIDE.fullmatch(name))
     below = _foreign_below(folder)
@@ -66,7 +66,7 @@ def check_may_begin(folder: ReadFolder) -> None:
     said += [f"further down is {below.what}{f' ({below.how})' if below.how else ''}"] if below is not None else []
     if said:
         warn(
-            f"asyncckpt: there is no checkpoint in {str(folder.path)!r} to restore, so training begins anew; "
+            f"asyncckpt: there is no checkpoint in {str(folder.path)!r} to restore, so training starts from step 0; "
             f"{'; '.join(said)}"
         )
 

@@ -35,7 +35,7 @@ class ImportSource:
         if changed:
             raise CorruptError(
                 f"{str(changed[0])!r} changed while it was imported, and nothing is committed",
-                hint="import it again when nobody writes to it",
+                hint="import it again when no process writes to it",
             )
 
 

@@ -28,7 +28,7 @@ FOLDERS_DEPTH_MAX = 3  # Of what is made: RecSDK has tables, ranks and parts.
 def check_is_free(path: Path) -> None:
     """Raise ConflictError when there is something under this name."""
     if os.path.lexists(path):
-        raise ConflictError(f"{str(path)!r} exists already", hint="give a name that is to be made")
+        raise ConflictError(f"{str(path)!r} already exists", hint="choose a name that does not")
 
 
 class NewEntry:

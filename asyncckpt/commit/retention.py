@@ -276,9 +276,8 @@ def _check_may_go(
         base = max(children)
         above = ", ".join(map(str, children[base][:8]))
         raise UsageError(
-            f"step {base} of {str(root.path)!r} cannot be removed: deltas that stay build upon it",
-            found=f"step {above}",
-            hint=f"remove those too, or compact step {children[base][0]} first",
+            f"step {base} of {str(root.path)!r} is the base of step {above}, which would stay",
+            hint=f"remove that too, or compact step {children[base][0]} first",
         )
 
 
@@ -287,9 +286,7 @@ def _steps_below(step: int, heads: KnownHeads) -> set[int]:
     try:
         head = heads.of_step(step).head
     except UNREADABLE as error:
-        raise CorruptError(
-            f"step {step} stays, and nobody knows what it builds upon: {error}", hint="remove that step too"
-        ) from error
+        raise CorruptError(f"step {step} stays, and its base is unknown: {error}", hint="remove it too") from error
     try:
         return {found.head.step for found in chain_below(head, heads.of_step)}
     except CheckpointError:

@@ -144,7 +144,7 @@ class ObjectPublication:
                     raise IOFailedError(error.what, errno=errno.ETIMEDOUT, hint=error.hint) from None
                 raise
             if self._root.manifests.exists(name):
-                raise ConflictError(f"{what} exists already")
+                raise ConflictError(f"{what} already exists")
             if time.monotonic() >= until:
                 raise IOFailedError(f"{what} is neither there nor can be made", errno=errno.ETIMEDOUT)
             is_under_way = True  # Stores also refuse while another request for that key is.

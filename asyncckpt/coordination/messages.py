@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, get_args
 
-from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
+from asyncckpt.errors import CorruptError, IncompatibleError, must_be
 from asyncckpt.format.limits import RANKS_MAX, STEP_MAX
 from asyncckpt.format.names import Attempt, parse
 from asyncckpt.format.strict_json import Fields, Json, dumps, loads, shown
@@ -115,7 +115,7 @@ class Limits:
         for item in fields(self):
             seconds = getattr(self, item.name)
             if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
-                raise UsageError(f"{item.name} of Limits is wrong", found=seconds, expected="seconds, more than 0")
+                raise must_be(f"{item.name} of Limits", "more than 0 seconds", seconds)
 
     @property
     def alive_s(self) -> float:
@@ -162,14 +162,19 @@ def decode(raw: bytes, *, sender: int) -> Message:
     names = _names(message_type)
     expected = {"asyncckpt", "message", *names}
     if value.keys() != expected:
-        what = f"{owner}: members of {kind!r} are wrong"
-        raise CorruptError(what, found=shown(sorted(value)), expected=sorted(expected))
+        raise must_be(f"{owner}: members of {kind!r}", sorted(expected), shown(sorted(value)), kind=CorruptError)
     if message_type is Outcome and found.optional_text("attempt") is None:
         if found.text("state") in ("committed", "in_doubt"):
             raise CorruptError(f"{owner}: an outcome {found.text('state')!r} names no attempt")
         names.remove("attempt")
     message: Message = message_type(**{name: _READERS[name](found) for name in names})
     return message
+
+
+def malformed(owner: str, what: str) -> CorruptError:
+    """Return the error for a message between ranks that cannot be read."""
+    text = f"{owner} sent a malformed message ({what})"
+    return CorruptError(text, hint="all ranks need the same version of asyncckpt")
 
 
 def _names(message_type: type[Message]) -> list[str]:

@@ -171,7 +171,7 @@ def _missing(missing: list[int], hellos: list[Hello], where: str, *, ranks_count
     others = sorted({hello.ranks_count for hello in hellos} - {ranks_count})
     shown = f"{missing[:8]}" + (" and more" if len(missing) > 8 else "")
     return PeerError(
-        "not all ranks are there",
+        "some ranks did not come",
         rank=missing[0],
         cause=f"ranks {shown} of {ranks_count} did not come {where}",
         hint=f"others came that count {others} ranks: shard_num must be alike" if others else _HINT,

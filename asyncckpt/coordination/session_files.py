@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import xxhash
 
 from asyncckpt.coordination.channel import Pauses
-from asyncckpt.errors import CorruptError
+from asyncckpt.errors import CorruptError, Words
 from asyncckpt.storage.directory import Directory, io_failed
 
 RANKS_DIR = "ranks"
@@ -132,7 +132,7 @@ def read_whole(folder: Directory, name: str, *, bytes_max: int) -> bytes:
     raw = folder.read_file(name, bytes_max=bytes_max + _DIGEST_BYTES)
     data = raw[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(data) != raw[:_DIGEST_BYTES]:
-        raise CorruptError(f"{str(folder.path / name)!r} is not what was written", found=f"{len(raw)} bytes")
+        raise CorruptError(f"{str(folder.path / name)!r} is not what was written", found=Words(f"{len(raw)} bytes"))
     return data
 
 

@@ -55,7 +55,7 @@ class StoreAddress:
         match loads(raw, owner=owner):
             case [[*hosts], int(port), str(name)] if all(isinstance(host, str) for host in hosts):
                 return StoreAddress(tuple(map(str, hosts)), port, name)
-        raise CorruptError(f"{owner} is not one of ours", found=raw[:200])
+        raise CorruptError(f"{owner} was not written by asyncckpt", found=raw[:200])
 
 
 def serve_for(place: Any, *, timeout_s: float) -> Any:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
+from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError, Words
 from asyncckpt.format.weights_only import why_refused
 from asyncckpt.storage.real_folder import real_folder
 
@@ -96,7 +96,7 @@ class _RecordsOnly(pickle.Unpickler):
     def _refused(self, module: str, name: str) -> UnsupportedError:
         return UnsupportedError(
             "the metadata of the DCP checkpoint names something that is not one of DCP's own records",
-            found=f"{module}.{name}",
+            found=Words(f"{module}.{name}"),
             hint="nothing of it was run",
         )
 
@@ -108,7 +108,7 @@ def read_dcp_metadata(folder: Path) -> Metadata:
         with real_folder(path) as (real, name):
             raw = real.read_file(name, bytes_max=METADATA_BYTES_MAX)
     except NotFoundError as error:
-        raise NotFoundError(f"{str(folder)!r} holds no DCP checkpoint: {METADATA_NAME!r} is not there") from error
+        raise NotFoundError(f"{str(folder)!r} holds no DCP checkpoint: it has no {METADATA_NAME!r}") from error
     unpickler = _RecordsOnly(io.BytesIO(raw))
     try:
         found = unpickler.load()
@@ -117,7 +117,7 @@ def read_dcp_metadata(folder: Path) -> Metadata:
     except Exception as error:
         raise CorruptError(f"{str(path)!r} is damaged: {type(error).__name__}: {why_refused(error)}") from error
     if type(found) is not unpickler.kinds.get("Metadata"):
-        raise CorruptError(f"{str(path)!r} is not the metadata of a DCP checkpoint", found=type(found).__name__)
+        raise CorruptError(f"{str(path)!r} is not the metadata of a DCP checkpoint", found=type(found))
     try:
         return _made(found, unpickler.kinds)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # A member is missing, or is something else.

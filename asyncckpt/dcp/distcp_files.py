@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from asyncckpt.arguments import is_text
 from asyncckpt.dcp.planned_data import from_stream
-from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
+from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError, Words
 from asyncckpt.format import limits
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.weights_only import why_refused
@@ -53,7 +53,7 @@ class DcpFiles:
         place, _ = self._place(index)
         if bytes > place.length + BLOW_UP_BYTES_MAX:
             what = f"the metadata of the DCP checkpoint says more of {index.fqn!r} than there is"
-            raise CorruptError(what, found=f"{place.length} bytes", expected=f"{bytes} bytes")
+            raise CorruptError(what, found=Words(f"{place.length} bytes"), expected=f"{bytes} bytes")
 
     def value(self, name: str) -> Any:
         found = from_stream(self._stream(MetadataIndex(name)), name=name)
@@ -99,9 +99,7 @@ class DcpFiles:
         if not is_place or Path(name).name != name or name in ("", ".", "..") or "\0" in name or not is_text(name):
             raise CorruptError(f"the metadata of the DCP checkpoint has no place for {index.fqn!r}", found=name)
         if getattr(place, "transform_descriptors", None):
-            raise UnsupportedError(
-                f"{index.fqn!r} was transformed by an extension of DCP", found=place.transform_descriptors
-            )
+            raise UnsupportedError(f"{index.fqn!r} was changed by a DCP extension", found=place.transform_descriptors)
         if name not in self._files:
             self._files[name] = self._open(name)
         file = self._files[name]
@@ -111,7 +109,7 @@ class DcpFiles:
             raise io_failed(f"file {name!r} of the DCP checkpoint cannot be looked at", error) from error
         if not 0 <= begin <= begin + count <= size:
             what = f"{index.fqn!r} of the DCP checkpoint is not within file {name!r} of {size} bytes"
-            raise CorruptError(what, found=f"bytes {begin} to {begin + count}")
+            raise CorruptError(what, found=Words(f"bytes {begin} to {begin + count}"))
         return place, file
 
     def _open(self, name: str) -> io.BufferedReader:

@@ -38,7 +38,7 @@ def tensors_of(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.T
         if type(value) not in _PLAIN_TENSORS:
             value = planner.resolve_data(item)
         if not isinstance(value, torch.Tensor):
-            raise UsageError(f"the planner gives no tensor for {item.index.fqn!r}", found=type(value).__name__)
+            raise UsageError(f"the planner gives no tensor for {item.index.fqn!r}", found=type(value))
         tensors.append(value)
     return tensors
 
@@ -87,7 +87,7 @@ def _value(name: str, items: dict[str, WriteItem], planner: SavePlanner) -> Any:
     item = items.get(name) or WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
     found = planner.resolve_data(item)
     if not isinstance(found, io.BytesIO):
-        raise UsageError(f"the planner gives no stream for {name!r}", found=type(found).__name__)
+        raise UsageError(f"the planner gives no stream for {name!r}", found=type(found))
     found.seek(0)
     return from_stream(found, name=name)
 

@@ -116,7 +116,7 @@ class StorageReader(DcpStorageReader):
                 "ranks have found different checkpoints",
                 found=sorted(found),
                 expected="the same on all ranks",
-                hint="name the step, or load when nobody saves; all ranks need the same path",
+                hint="name the step, or load when no process saves; all ranks need the same path",
             )
         return plans
 

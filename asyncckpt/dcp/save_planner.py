@@ -208,7 +208,7 @@ def _in_full(plan: SavePlan) -> SavePlan:
     if planned is None or token.rank >= len(planned.local):
         raise ConflictError(
             f"rank {token.rank} has sent the token of a plan that the coordinator does not know",
-            hint="the next save plans anew",
+            hint="the next save makes a new plan",
         )
     return planned.local[token.rank]
 

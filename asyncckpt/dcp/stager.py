@@ -26,7 +26,7 @@ from asyncckpt.arguments import check_type
 from asyncckpt.engine.process.background import result_of
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.staged_tensors import StagedTensors
-from asyncckpt.errors import UnsupportedError
+from asyncckpt.errors import UnsupportedError, Words
 from asyncckpt.options import DEVICE_DEADLINE_S, BusyPolicy, DeviceOptions, SaveOptions
 from asyncckpt.signals import uninterrupted
 
@@ -65,7 +65,7 @@ class AsyncStager(DcpAsyncStager):
         check_type("use_async_staging", use_async_staging, bool)
         if use_async_staging and not hasattr(state_dict_saver, "AsyncSaveResponse"):
             raise UnsupportedError(
-                "use_async_staging needs a newer DCP", found=f"torch {torch.__version__}", hint="leave it out"
+                "use_async_staging needs a newer DCP", found=Words(f"torch {torch.__version__}"), hint="leave it out"
             )
         self._uses_async_staging = use_async_staging
         self._staging_options = SaveOptions(host_memory_limit=host_memory_limit, device=device)

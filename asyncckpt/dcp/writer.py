@@ -190,7 +190,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         saving, ref = self._saving(), take_newest_ref()
         if ref is None:
-            raise UsageError("the plan was not made by this StorageWriter", found=type(plan.storage_data).__name__)
+            raise UsageError("the plan was not made by this StorageWriter", found=type(plan.storage_data))
         try:
             sent = self._write(plan, planner, saving, ref)
         except BaseException as error:
@@ -277,7 +277,7 @@ def _folder_of(saving: _Saving, ref: AttemptRef) -> Iterator[Directory | StoreFo
             opened.callback(folder.close)
         except NotFoundError as error:
             raise UsageError(
-                "the folder that the coordinator has made is not there on this rank",
+                "this rank does not see the folder that the coordinator has made",
                 found=str(saving.path),
                 hint="all ranks need the same path, on a file system that they share",
             ) from error
@@ -337,7 +337,7 @@ def check_whole(metadata: Metadata) -> None:
         ]
         if not covers(boxes, item.size, name=name):
             raise UsageError(
-                f"tensor {name!r} is not there in full, or twice in part",
+                f"tensor {name!r} is incomplete, or some of it is given twice",
                 found=[(list(chunk.offsets), list(chunk.sizes)) for chunk in item.chunks[:8]],
                 expected=f"every element of {list(item.size)} once",
             )

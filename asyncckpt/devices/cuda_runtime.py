@@ -23,7 +23,7 @@ from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
 from asyncckpt.devices.library_kernels import LibraryKernels
 from asyncckpt.devices.side_memory import SideMemory
 from asyncckpt.devices.torch_kernels import TorchKernels
-from asyncckpt.errors import DeadlineError, UnsupportedError, UsageError
+from asyncckpt.errors import DeadlineError, UnsupportedError, Words, must_be
 from asyncckpt.native import UnusableLibrary
 from asyncckpt.native.cuda import DeviceFailure, load_cuda_library
 from asyncckpt.options import DEVICE_DEADLINE_S
@@ -159,7 +159,7 @@ class CudaRuntime:
         with failing("pinning host memory"), torch.cuda.device(self._home):
             code = int(torch.cuda.cudart().cudaHostRegister(address, bytes, _PORTABLE | _MAPPED))  # type: ignore[no-untyped-call]
         if code not in (0, _ALREADY_REGISTERED):
-            raise not_pinned(bytes, found=f"CUDA error {code}")
+            raise not_pinned(bytes, found=Words(f"CUDA error {code}"))
 
     def unregister(self, address: int) -> None:
         kernels = self.kernels(self._home)
@@ -201,7 +201,7 @@ def choose_kernels(runtime: Runtime, device: int) -> Kernels:
     """Return the kernels for a device. Raises UsageError for a wrong variable, UnsupportedError if 1 is impossible."""
     wish = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if wish not in ("", "0", "1"):
-        raise UsageError(f"{ENVIRONMENT_VARIABLE} is wrong", found=wish, expected="0, 1 or unset")
+        raise must_be(ENVIRONMENT_VARIABLE, "0, 1 or unset", wish)
     if wish == "0":
         return TorchKernels(runtime, device)
     try:
@@ -210,7 +210,7 @@ def choose_kernels(runtime: Runtime, device: int) -> Kernels:
     except (UnusableLibrary, DeviceFailure) as error:
         if wish == "1":
             raise UnsupportedError(
-                f"{ENVIRONMENT_VARIABLE}=1 but the CUDA library cannot be used on device {device}", found=str(error)
+                f"{ENVIRONMENT_VARIABLE}=1 but the CUDA library cannot be used on device {device}", found=Words(error)
             ) from error
         _log.warning("asyncckpt: torch copies on device %d, slower for small tensors and rows: %s", device, error)
         return TorchKernels(runtime, device)

@@ -212,9 +212,7 @@ class HostCopies:
         runtime = self.runtime
         assert runtime is not None
         if runtime.is_capturing():
-            raise UsageError(
-                "a save was called while a graph is being captured", hint="save between replays of the graph"
-            )
+            raise UsageError("a save was called while a graph is being captured", hint="save between replays")
         batches = {device: Batch(runtime, device, reachable=reachable) for device in listed}
         try:
             launched = [self._queue(batches[device], item) for device, item in listed.items()]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch, failing, not_pinned
 from asyncckpt.devices.contract import ENGINE_COPIES_MAX, LARGE_BYTES, Runtime
+from asyncckpt.errors import Words
 from asyncckpt.native import I64, U64
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure
 
@@ -71,7 +72,7 @@ class LibraryKernels:
         try:
             self._library.host_register(self._device, address, bytes)
         except DeviceFailure as error:
-            raise not_pinned(bytes, found=str(error)) from error
+            raise not_pinned(bytes, found=Words(error)) from error
 
     def unregister(self, address: int) -> None:
         """See Runtime.unregister."""

@@ -17,7 +17,7 @@ from asyncckpt.native import I64
 COUNT_S_MAX = 1.0
 """How long a table takes at most to count a write of its own."""
 
-_HINT = "call wait_staged() before anything but step() changes it, or leave its optimizer out of optimizers="
+_HINT = "call future.wait_staged() before you change it, or leave its optimizer out of DeviceOptions(optimizers=...)"
 
 
 class Watch:
@@ -70,8 +70,8 @@ class Watch:
         if now != self._before:
             number = next(number for number, count in enumerate(now) if count != self._before[number])
             raise UsageError(
-                f"{self._named(number)} was changed behind the call of a save, and before the next step of its "
-                "optimizer",
+                f"{self._named(number)} was changed between save_async and the next optimizer.step(), while it was "
+                "still being copied",
                 hint=_HINT,
             )
 
@@ -79,9 +79,7 @@ class Watch:
         for number in numbers:
             storage = self._storages[number]
             if storage.data_ptr() != self._begins[number] or storage.nbytes() < self._bytes[number]:
-                raise UsageError(
-                    f"the memory of {self._named(number)} was freed or moved before it was copied", hint=_HINT
-                )
+                raise UsageError(f"the memory of {self._named(number)} was freed or moved before its copy", hint=_HINT)
 
     def _named(self, number: int) -> str:
         return f"{self.what} {self._name(number % len(self._storages))!r}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, Words, must_be
 from asyncckpt.model.table import Table
 from asyncckpt.tables.emb_cache_modules import EmbCacheCollection
 from asyncckpt.tables.embedding import HashEmbedding
@@ -29,7 +29,7 @@ def find_collections(module: object) -> dict[str, EmbCacheCollection]:
     """
     if not isinstance(module, nn.Module):
         hint = "tensors and other state are saved with asyncckpt.Saver"
-        raise UsageError("module is wrong", found=type(module), expected=nn.Module, hint=hint)
+        raise must_be("module", nn.Module, type(module), hint=hint)
     modules = list(_walk(module))
     found = {path: item for path, item in modules if isinstance(item, EmbCacheCollection)}
     if not found:
@@ -91,7 +91,7 @@ class SavedTables:
             if tuple(table.shard) != (rank, count):
                 raise UsageError(
                     f"table {name!r} does not belong to this rank",
-                    found=f"shard {tuple(table.shard)}",
+                    found=Words(f"shard {tuple(table.shard)}"),
                     expected=(rank, "the number of ranks" if world_size is None else world_size),
                     hint="EmbCacheSharded...Collection gives its tables the shard of their rank",
                 )
@@ -127,7 +127,7 @@ def _nothing_found(modules: list[nn.Module]) -> UsageError:
         hints.append("save dense state with asyncckpt.Saver(tensors={'model': dense_state_of(module)})")
     return UsageError(
         "module holds no multi-level tables",
-        found=type(modules[0]).__name__,
+        found=type(modules[0]),
         expected="an EmbCacheEmbeddingBagCollection or EmbCacheEmbeddingCollection, or a module around one",
         hint=", ".join(hints) or None,
     )

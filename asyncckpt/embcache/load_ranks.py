@@ -22,7 +22,7 @@ from asyncckpt.commit.root import WriteRoot, open_root
 from asyncckpt.embcache.find_collections import SavedTables, empty_tables
 from asyncckpt.embcache.rank_folders import CompleteSave, find_complete
 from asyncckpt.engine.load.run_load import LoadRequest, load_open, open_step
-from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, Words
 from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.plan.contents import Contents, contents_of
@@ -112,7 +112,7 @@ class RanksLoad:
             count = len(table)  # type: ignore[arg-type]  # MultiLevelTable has a length; the protocol asks for none.
             if count != rows[name]:
                 what = f"table {name!r} of step {self.save.step} holds an id in the folders of two ranks"
-                raise CorruptError(what, found=f"{rows[name]} rows, {count} ids")
+                raise CorruptError(what, found=Words(f"{rows[name]} rows, {count} ids"))
 
 
 def prepare_ranks_load(path: Place, saved: SavedTables, *, step: int | None) -> RanksLoad:

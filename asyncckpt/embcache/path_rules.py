@@ -16,7 +16,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncckpt.errors import IOFailedError, UsageError
+from asyncckpt.errors import IOFailedError, UsageError, Words, must_be
 from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.storage.directory import FOLDER_MODE, Directory, check_path
 
@@ -63,11 +63,11 @@ class PathRules:
             texts = getattr(self, name)
             if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
                 # A bare str would be taken letter by letter, and "" is in every path.
-                raise UsageError(f"{name} of PathRules are wrong", found=texts, expected="a tuple of non-empty str")
+                raise must_be(f"{name} of PathRules", "a tuple of non-empty str", texts)
         for name in ("length_max", "relative_length_max", "parts_max", "permission_max"):
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 0):
-                raise UsageError(f"{name} of PathRules is wrong", found=number, expected="an int, or None")
+                raise must_be(f"{name} of PathRules", "an int, or None", number)
 
     def check_target(self, path: str | os.PathLike[str]) -> Place:
         """Return the absolute path, or URL, of a folder to save to, which may be missing. Raises UsageError; makes
@@ -107,7 +107,7 @@ class PathRules:
         self._check_words(absolute, given)
         for prefix in self.forbidden_prefixes:
             if any(Path(prefix) in (place, *place.parents) for place in (absolute, real)):
-                raise UsageError(f"path {str(absolute)!r} is a special one", found=f"below {prefix!r}")
+                raise UsageError(f"path {str(absolute)!r} is a special one", found=Words(f"below {prefix!r}"))
         self.check_links(absolute)
         return absolute
 
@@ -134,9 +134,7 @@ class PathRules:
         length = len(os.fsencode(given))
         if self.relative_length_max is not None and not os.path.isabs(given) and length > self.relative_length_max:
             expected = f"at most {self.relative_length_max} bytes"
-            raise UsageError(
-                "relative path is too long", found=length, expected=expected, hint="give the absolute path"
-            )
+            raise UsageError("relative path is too long", found=length, expected=expected, hint="use an absolute path")
         parts_count = len(absolute.parts) - 1
         if self.parts_max is not None and parts_count > self.parts_max:
             raise UsageError("path has too many parts", found=parts_count, expected=f"at most {self.parts_max}")
@@ -147,7 +145,7 @@ class PathRules:
             raise UsageError("path is not a folder", found=str(absolute))
         above = nearest_folder(absolute.parent)
         if not os.path.isdir(above):
-            raise UsageError("path lies below what is not a folder", found=str(above))
+            raise UsageError("path is below what is not a folder", found=str(above))
         for folder in (above, absolute) if os.path.isdir(absolute) else (above,):
             self._check_owner_and_mode(folder)
         self._check_file_system(nearest_folder(absolute))
@@ -169,8 +167,8 @@ class PathRules:
             )
         if self.owner_checked and status.st_uid != os.geteuid() and status.st_gid != os.getegid():
             raise UsageError(
-                f"folder {str(folder)!r} belongs to somebody else",
-                found=f"user {status.st_uid}, group {status.st_gid}",
+                f"folder {str(folder)!r} belongs to another user",
+                found=Words(f"user {status.st_uid}, group {status.st_gid}"),
                 expected=f"user {os.geteuid()} or group {os.getegid()}",
             )
 

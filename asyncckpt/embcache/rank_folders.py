@@ -83,7 +83,7 @@ class SaveFacts:
         save_id = facts.get("save_id", head.attempt) if isinstance(facts, Mapping) else None
         companions = facts.get("companions") if isinstance(facts, Mapping) else None
         if not isinstance(save_id, str) or not isinstance(companions, list):
-            raise CorruptError(f"metadata of step {step} in {str(folder)!r} is wrong", found=facts)
+            raise CorruptError(f"metadata of step {step} in {str(folder)!r} is damaged", found=facts)
         return SaveFacts(save_id=save_id, ranks_count=head.ranks_count, companions=tuple(map(str, companions)))
 
 

@@ -15,7 +15,7 @@ from asyncckpt.arguments import check_int, check_type
 from asyncckpt.coordination.agreement import GroupAgreement
 from asyncckpt.engine.ranks.open_directory import open_ranks
 from asyncckpt.engine.ranks.saver_ranks import Ranks
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.format import limits
 from asyncckpt.model.own_rank import rank_in_group
 
@@ -32,7 +32,7 @@ def which_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     own, world = of_group or (rank, 1 if world_size is None else world_size)
     for name, value in (("rank", rank), ("world_size", world_size)):
         if value is not None and type(value) is not int:
-            raise UsageError(f"{name} is wrong", found=value, expected="an int")
+            raise must_be(name, "an int", value)
     if rank not in (None, own) or world_size not in (None, world):
         what = "rank or world_size is not that of torch.distributed"
         raise UsageError(what, found=(rank, world_size), expected=(own, world), hint="make a new Saver")

@@ -162,7 +162,7 @@ def _read_meta(folder: Directory) -> bool:
     raw = folder.read_file(META_FILE, bytes_max=META_BYTES_MAX)
     found = [m for line in raw.decode("utf-8", errors="replace").splitlines() if (m := _INCREMENTAL.fullmatch(line))]
     if len(found) != 1:
-        what = f"file {str(folder.path / META_FILE)!r} is wrong"
+        what = f"file {str(folder.path / META_FILE)!r} is damaged"
         raise CorruptError(what, found=raw[:80], expected="one line incremental=True or incremental=False")
     return found[0].group(1).lower() == "true"
 
@@ -190,7 +190,7 @@ def _rank_places(base: Path, table: str) -> tuple[Place, ...]:
     """Return the folders of the ranks of a table, in their order; none if it is not a table."""
     names = _folders_in(base / table, _RANK)
     if KEY in names:
-        raise CorruptError(f"file {str(base / META_FILE)!r} is missing beside the merged table {table!r}")
+        raise CorruptError(f"file {str(base / META_FILE)!r} of the merged table {table!r} is missing")
     ranks = {int(match.group(1)): name for name in names if (match := _RANK.fullmatch(name))}
     return tuple((table, ranks[rank]) for rank in sorted(ranks))
 
@@ -243,11 +243,9 @@ def _array(
         item_bytes, *shape = (int(number) for number in attributes.read(0, *attributes.shape))
         shown = str(folder.path / ATTRIBUTE_FILE)
         if item_bytes != dtype.itemsize:
-            raise CorruptError(
-                f"file {shown!r} is wrong: bytes of an element", found=item_bytes, expected=dtype.itemsize
-            )
+            raise CorruptError(f"file {shown!r} has another element size", found=item_bytes, expected=dtype.itemsize)
         if not 0 <= shape[0] <= KEYS_MAX or (is_rows and not 1 <= shape[1] <= KEYS_MAX):
-            raise CorruptError(f"file {shown!r} is wrong: shape", found=shape)
+            raise CorruptError(f"file {shown!r} has an impossible shape", found=shape)
         stored = StoredArray(base=base, place=(*place, DATA_FILE), dtype=dtype, shape=tuple(shape))
         _check_size(folder, DATA_FILE, expected=stored.bytes)
     if count is not None and shape[0] != count:

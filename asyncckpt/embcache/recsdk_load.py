@@ -28,7 +28,7 @@ from asyncckpt.embcache.recsdk_files import (
     StoredPart,
     read_recsdk_checkpoint,
 )
-from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
+from asyncckpt.errors import CorruptError, IncompatibleError, UsageError, Words
 from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import Column, Role, Table, TableLoad, TableSchema
 from asyncckpt.tables.embedding import COUNT_COLUMN, LAST_SEEN_COLUMN
@@ -103,7 +103,7 @@ def prepare_recsdk_load(
     if found.is_incremental is not incremental:
         is_part = "holds only rows that were used since an earlier save" if found.is_incremental else "holds all rows"
         hint = "load the full one first, then this one with incremental=True" if found.is_incremental else None
-        raise UsageError(f"checkpoint in {str(path)!r} {is_part}", found=f"incremental={incremental}", hint=hint)
+        raise UsageError(f"checkpoint in {str(path)!r} {is_part}", found=Words(f"incremental={incremental}"), hint=hint)
     check_names(set(found.tables), saved, owner=f"checkpoint in {str(found.base)!r}")
     targets = {name: _targets(name, saved.tables[name], parts, momentum_slots) for name, parts in found.tables.items()}
     ignored = [text for name, parts in found.tables.items() for text in _ignored(name, targets[name], parts)]
@@ -132,7 +132,7 @@ def _targets(
             if column != COUNT_COLUMN and (wanted.dtype is not torch.float32 or wanted.row_shape != array.shape[1:]):
                 raise IncompatibleError(
                     f"file {array.shown!r} does not fit column {column!r} of table {name!r}",
-                    found=f"torch.float32 rows {array.shape[1:]}",
+                    found=Words(f"torch.float32 rows {array.shape[1:]}"),
                     expected=f"{wanted.dtype} rows {wanted.row_shape}",
                     hint="nothing was changed",
                 )

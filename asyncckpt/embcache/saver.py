@@ -34,7 +34,7 @@ from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.open_directory import announce_open, leave_out_opening
 from asyncckpt.engine.ranks.saver_ranks import Ranks
-from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, closing_beside
+from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, closing_beside, must_be
 from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR, check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.store_url import Place, StoreUrl
@@ -57,7 +57,7 @@ from asyncckpt.tables.left_out import check_all_taken
 ON_BUSY = ("raise", "wait", "queue")
 OPEN_FOLDERS_MAX = 4
 PEERS_DEADLINE_S = 1800.0
-_LEFT_OUT_HINT = "give the part with the collections alone, and save the others with asyncckpt.Saver(hashtables=...)"
+_LEFT_OUT_HINT = "pass the part with the collections alone, and save the others with asyncckpt.Saver(hashtables=...)"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _OpenFolder:
         """Return the step to save; None: one more than the newest one in the directory. Raises ConflictError."""
         if step is not None and step in self.earlier:
             hint = "steps are never overwritten: save another step"
-            raise ConflictError(f"step {step} exists already in {self.saver.path!r}", hint=hint)
+            raise ConflictError(f"step {step} already exists in {self.saver.path!r}", hint=hint)
         if step is not None or not self.earlier:
             return step
         path = Path(self.saver.path)
@@ -131,7 +131,7 @@ class Saver(Closing):
         self._rank, self._world_size = which_saver(rank, world_size, in_turn=in_turn)
         self._in_turn = in_turn
         if not isinstance(path_rules, PathRules):
-            raise UsageError("path_rules is wrong", found=type(path_rules), expected=PathRules)
+            raise must_be("path_rules", PathRules, type(path_rules))
         self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=ON_BUSY)
         self._on_busy = on_busy
         check_seconds("peers_deadline", peers_deadline, above_zero=True)
@@ -372,7 +372,7 @@ class Saver(Closing):
         in_flight = save_lock.in_flight()
         if self._busy.action == "raise" and in_flight and not (may_wait and self._on_busy is None):
             hint = "await it, or give the Saver on_busy='wait' or 'queue'"
-            raise SaveInProgressError(f"a {in_flight[0]} is in flight", hint=hint)
+            raise SaveInProgressError(f"a {in_flight[0]} is still running", hint=hint)
 
     def _prepare(
         self,

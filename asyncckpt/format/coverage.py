@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from asyncckpt.errors import UnsupportedError
+from asyncckpt.errors import UnsupportedError, Words
 from asyncckpt.format import limits
 
 # (begin, end) in every dimension.
@@ -99,7 +99,7 @@ class _Work:
         if self._steps > limits.COVERAGE_WORK_MAX:
             raise UnsupportedError(
                 f"tensor {self._name!r} is cut up in a way that takes too long to check",
-                found=f"{self._boxes_count} boxes",
+                found=Words(f"{self._boxes_count} boxes"),
                 expected=f"at most {limits.COVERAGE_WORK_MAX} steps to compare them",
                 hint="cut it along one or two dimensions, into fewer pieces",
             )

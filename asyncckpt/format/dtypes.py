@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from asyncckpt.errors import UnsupportedError
+from asyncckpt.errors import UnsupportedError, Words
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def stored_dtype(dtype: torch.dtype, *, owner: str) -> StoredDtype:
     if entry is None:
         raise UnsupportedError(
             f"tensor {owner!r} cannot be saved",
-            found=str(dtype),
+            found=Words(dtype),
             expected="one of asyncckpt.checkpoints.supported_dtypes()",
             hint="dequantize it, or store it as a view of a plain dtype",
         )

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import xxhash
 
-from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
+from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError, Words
 from asyncckpt.format import limits
 from asyncckpt.format.body_members import BODY_FEATURES, BOXES, ENCODING, MAPPING_KINDS, PAD
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, parse, split_shard_path
@@ -182,7 +182,7 @@ def manifest_digest(raw: bytes, *, owner: str) -> str:
     stored = raw[-35:-3].decode("ascii", "replace")
     computed = xxhash.xxh3_128_hexdigest(raw[:-END_BYTES])
     if stored != computed:
-        raise CorruptError(f"{owner} is damaged: its digest is wrong", found=computed, expected=stored)
+        raise CorruptError(f"{owner} is damaged: its digest does not match", found=Words(computed), expected=stored)
     return computed
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.errors import UnsupportedError, UsageError, Words
 from asyncckpt.format.dtypes import StoredDtype, array_bytes, known_dtype
 from asyncckpt.model.block import BlockSpec, TableFacts
 
@@ -112,7 +112,7 @@ def check_manifest_bytes(count: int, *, last: str | None = None) -> None:
         where = "" if last is None else f" with the plain values up to {last}"
         raise UsageError(
             f"the manifest{where} would be too large to be read",
-            found=f"{count} bytes",
+            found=Words(f"{count} bytes"),
             expected=f"at most {MANIFEST_BYTES_MAX}",
             hint="plain values, metadata and names are kept in it: save large ones as tensors, for example of uint8",
         )

@@ -79,7 +79,7 @@ def decode_facts(fields: Fields, key: str) -> ModuleFacts:
         raise fields.wrong(key, "an object")
     for name, fact in found.items():
         if fact is not None and type(fact) is not int and not isinstance(decode_value(fact, owner=fields.owner), dict):
-            raise CorruptError(f"{fields.owner}: what {fields.where} says of {name!r} is no mapping")
+            raise CorruptError(f"{fields.owner}: what {fields.where} holds for {name!r} is not a mapping")
     return tuple(found.items())
 
 

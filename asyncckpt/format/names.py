@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from asyncckpt.arguments import as_int
-from asyncckpt.errors import CorruptError, UsageError
+from asyncckpt.errors import CorruptError, UsageError, Words, must_be
 from asyncckpt.format import limits
 
 LOCK_NAME = "LOCK"
@@ -61,7 +61,7 @@ def check_step(step: Any, *, name: str = "step", or_none: bool = True) -> Any:
     if type(step) is not int:
         step = as_int(step)
     if type(step) is not int or not 0 <= step <= limits.STEP_MAX:
-        raise UsageError(f"{name} is wrong", found=step, expected=f"an int in [0, {limits.STEP_MAX}]")
+        raise must_be(name, f"an int in [0, {limits.STEP_MAX}]", step)
     return step
 
 
@@ -133,7 +133,7 @@ def shard_name(*, rank: int, index: int) -> str:
     if rank >= limits.RANKS_MAX or index >= limits.FILES_MAX:
         raise UsageError(
             "there are too many ranks or shard files",
-            found=f"file {index} of rank {rank}",
+            found=Words(f"file {index} of rank {rank}"),
             expected=f"at most {limits.FILES_MAX} files of each of {limits.RANKS_MAX} ranks",
         )
     return f"r{rank:05d}-{index:03d}.safetensors"

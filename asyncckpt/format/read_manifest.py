@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from asyncckpt.errors import CorruptError
+from asyncckpt.errors import CorruptError, Words, must_be
 from asyncckpt.format import limits
 from asyncckpt.format.body_members import (
     decode_sharing,
@@ -103,9 +103,7 @@ def decode_part(
     """Decode what one rank has contributed, without a look at what others have."""
     tree = decode_tree(fields.value("tree"), owner=fields.owner)
     if tree[0] != "dict":
-        raise CorruptError(
-            f"{fields.owner}: {fields.where}.tree is wrong", found=tree[0], expected="an object with names"
-        )
+        raise must_be(f"{fields.owner}: {fields.where}.tree", "an object with names", tree[0], kind=CorruptError)
     blocks = fields.objects("blocks", count_max=limits.BLOCKS_MAX)
     return RankPart(
         rank=rank,
@@ -217,7 +215,7 @@ def _check_leaves(part: RankPart, owner: str) -> None:
     for block in part.blocks:
         spec = block.placed.spec
         if spec.leaf is not None and (spec.table is not None or spec.leaf >= tensors_count):
-            raise CorruptError(f"{owner}: block {spec.name!r} names a leaf that is not there", found=spec.leaf)
+            raise CorruptError(f"{owner}: block {spec.name!r} names a leaf that does not exist", found=spec.leaf)
     if not part.sharing.tied:
         return
     stored = {block.placed.spec.leaf for block in part.blocks}
@@ -249,7 +247,7 @@ def _check_tables(part: RankPart, owner: str) -> None:
             without_removed.discard(spec.table)
         columns[spec.name].append(spec)
     if without_removed:
-        raise CorruptError(f"{owner}: removed ids of table {min(without_removed)!r} are not there")
+        raise CorruptError(f"{owner}: removed ids of table {min(without_removed)!r} are missing")
     for name, specs in columns.items():
         check_whole(specs, name, owner)
 
@@ -294,7 +292,7 @@ def _block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -
     if size != spec.bytes or offset + size > files[file_index].bytes:
         raise CorruptError(
             f"{fields.owner}: block {name!r} does not fit its shape or its file",
-            found=f"{size} bytes at {offset}",
+            found=Words(f"{size} bytes at {offset}"),
             expected=f"{spec.bytes} bytes within {files[file_index].bytes}",
         )
     key = fields.optional_text("key")

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from asyncckpt.errors import CorruptError
+from asyncckpt.errors import CheckpointError, CorruptError, Words, must_be
 from asyncckpt.format import limits
 from asyncckpt.format.limits import I64_MAX
 
@@ -28,9 +28,7 @@ def loads(raw: bytes, *, owner: str) -> Json:
     if not raw:
         raise CorruptError(f"{owner} is empty")
     if len(raw) > limits.MANIFEST_BYTES_MAX:
-        raise CorruptError(
-            f"{owner} is too large", found=len(raw), expected=f"at most {limits.MANIFEST_BYTES_MAX} bytes"
-        )
+        raise CorruptError(f"{owner} is too large", found=len(raw), expected=f"at most {limits.MANIFEST_BYTES_MAX}")
     try:
         text = raw.decode("utf-8")
         # Without a hook of ours the parser makes ints itself, which takes a fifth of the time.
@@ -47,9 +45,9 @@ def dumps(value: Json) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
-def shown(value: Json) -> str:
+def shown(value: Json) -> Words:
     """A parsed value for an error message: short, and however deep it is nested."""
-    return _short.repr(value)
+    return Words(_short.repr(value))
 
 
 def looks_like(raw: bytes) -> str | None:
@@ -124,10 +122,8 @@ class Fields:
             what = f"{self.owner}: {self.where} has no {key!r}"
             raise CorruptError(what, found=sorted(self.members)[:20]) from None
 
-    def wrong(self, key: str, expected: str) -> CorruptError:
-        return CorruptError(
-            f"{self.owner}: {self.where}.{key} is wrong", found=shown(self.members[key]), expected=expected
-        )
+    def wrong(self, key: str, expected: str) -> CheckpointError:
+        return must_be(f"{self.owner}: {self.where}.{key}", expected, shown(self.members[key]), kind=CorruptError)
 
     def text(self, key: str) -> str:
         value = self.value(key)

@@ -181,9 +181,7 @@ def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
     if type(value) is str and value in _LEAVES:
         return _LEAVES[value]
     if _depth > limits.TREE_DEPTH_MAX:
-        raise CorruptError(
-            f"{owner} holds a tree that is nested too deeply", expected=f"{limits.TREE_DEPTH_MAX} levels"
-        )
+        raise CorruptError(f"{owner} holds a tree nested too deeply", expected=f"{limits.TREE_DEPTH_MAX} levels")
     if type(value) is dict and len(value) == 1:
         ((kind, body),) = value.items()
         if kind == "s":

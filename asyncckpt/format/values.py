@@ -38,10 +38,6 @@ if TYPE_CHECKING:  # Manifests are read without it: the command line starts at o
 
 _PLAIN_INT_MAX = 2**53
 _ONCE_THERE = frozenset((type(None), bool, int, float, complex, str, bytes))  # Equal items are one, before and after.
-PLAIN = (
-    "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, defaultdict, set, "
-    "frozenset, slice, range, torch.dtype, torch.Size or torch.device"
-)
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(:\d{1,3})?")
 _BOUNDS = ("start", "stop", "step")
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
@@ -141,19 +137,15 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
         _check_keys(pairs, owner)
         return {mapping_kind(value): pairs}
     raise UsageError(
-        f"value {owner} is not plain",
-        found=type(value).__name__,
-        expected=PLAIN,
-        hint="nothing is ever pickled: convert it, or save it as a tensor",
+        f"{owner} has type {type(value).__name__}, which cannot be saved: asyncckpt never pickles",
+        hint="leave it out, or turn it into a tensor, a number, text, or a list or dict of these",
     )
 
 
 def decode_value(value: Json, *, owner: str, _depth: int = 0) -> Any:
     """Decode a value, the inverse of encode_value."""
     if _depth > limits.VALUE_DEPTH_MAX:
-        raise CorruptError(
-            f"{owner} holds a value that is nested too deeply", expected=f"{limits.VALUE_DEPTH_MAX} levels"
-        )
+        raise CorruptError(f"{owner} holds a value nested too deeply", expected=f"{limits.VALUE_DEPTH_MAX} levels")
     if value is None or type(value) in (bool, str, int):
         return value
     if type(value) is list:
@@ -280,7 +272,7 @@ def _device(name: str) -> torch.device:
     except RuntimeError as error:
         raise _not_in_torch("device", name) from error
     if str(found) != name:  # torch makes cuda:300 cuda:44.
-        raise ValueError(f"{name!r} is no device")
+        raise ValueError(f"{name!r} is not a device")
     return found
 
 
@@ -288,10 +280,8 @@ def _not_in_torch(what: str, name: str) -> Exception:
     import torch
 
     if not _NAME.fullmatch(name):
-        return ValueError(f"{name!r} is no {what}")
-    return UnsupportedError(
-        f"torch {torch.__version__} has no {what} {name!r}", hint="load it with the torch that saved it"
-    )
+        return ValueError(f"{name!r} is not a {what}")
+    return UnsupportedError(f"torch {torch.__version__} has no {what} {name!r}", hint="use the torch that saved it")
 
 
 def _set(items: list[Any]) -> set[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.errors import UnsupportedError, UsageError, Words
 from asyncckpt.format import limits
 from asyncckpt.format.body_members import (
     encode_modules,
@@ -92,11 +92,11 @@ def check_tables(tables: Sequence[TableFacts]) -> None:
     """Refuse tables that no reader takes: UsageError that names one."""
     names = {table.name for table in tables}
     if len(names) != len(tables):
-        raise UsageError("a table is there twice", found=sorted(table.name for table in tables)[:20])
+        raise UsageError("a table is given twice", found=sorted(table.name for table in tables)[:20])
     for table in tables:
         if not is_shard(table.shard):
             expected = "(index, count) or (begin, end, size)"
-            raise UsageError(f"table {table.name!r} has a shard that is none", found=table.shard, expected=expected)
+            raise UsageError(f"table {table.name!r} has an impossible shard", found=table.shard, expected=expected)
     if len(tables) > limits.TABLES_MAX or any(len(table.filters) > limits.TABLE_FILTERS_MAX for table in tables):
         limits.check_tables_count(tables)
 
@@ -311,7 +311,7 @@ def render_header(blocks: Sequence[tuple[str, BlockSpec]], *, rank: int) -> Head
     if total > limits.HEADER_BYTES_MAX or len(blocks) >= limits.HEADER_ARRAYS_MAX:
         raise UnsupportedError(
             f"the names and shapes of tensors are too long for one shard file, that of {max(names, key=len)[:80]!r}",
-            found=f"{total} bytes for {len(blocks)} tensors",
+            found=Words(f"{total} bytes for {len(blocks)} tensors"),
             expected=f"at most {limits.HEADER_BYTES_MAX} bytes",
             hint="save fewer tensors, or shorten their names",
         )

@@ -68,7 +68,7 @@ class DataFiles:
         if len(raw) < length:
             raise CorruptError(f"{owner} ended while it was read")
         if raw[8:9] != b"{":
-            raise CorruptError(f"{owner} is no safetensors file", hint=looks_like(prefix))
+            raise CorruptError(f"{owner} is not a safetensors file", hint=looks_like(prefix))
         self.sizes.append(size)
         self.direct.append(not system.is_cached(fd, size) and set_direct(fd))
         return decode_header(raw, file_bytes=size, owner=owner).entries

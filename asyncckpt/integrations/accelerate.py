@@ -40,7 +40,7 @@ def checkpointer(accelerator: Any, path: str | os.PathLike[str], **arguments: An
     if taken:
         raise UsageError("names of the state are those of what is prepared", found=taken, hint="call them otherwise")
     if not accelerator._models:
-        raise UsageError("nothing is prepared yet", hint="call it behind accelerator.prepare(...)")
+        raise UsageError("nothing is prepared yet", hint="call it after accelerator.prepare(...)")
     return Checkpointer(path, **arguments, **found)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.errors import CheckpointError, UsageError, warn
+from asyncckpt.errors import CheckpointError, UsageError, Words, must_be, warn
 from asyncckpt.format.names import MANIFESTS_DIR
 from asyncckpt.integrations.lightning_io import ROOT, AsyncCheckpointIO, check_no_url, check_plain, checkpoint_file
 from asyncckpt.integrations.lightning_loops import (
@@ -81,7 +81,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         if every_n_train_steps is None and monitor is None:
             raise UsageError("nothing says when to save", hint="give every_n_train_steps, or a monitor")
         if mode not in ("min", "max"):
-            raise UsageError("mode is wrong", found=mode, expected=("min", "max"))
+            raise must_be("mode", ("min", "max"), mode)
         self.monitor, self.mode = monitor, mode
         self.best_step: int | None = None
         self.best_model_score: float | None = None
@@ -236,8 +236,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         newest = max(steps_in(self.dirpath), default=step)
         if step < newest:
             raise UsageError(
-                f"{self.dirpath!r} holds newer steps than step {step}, which this fit would go on from",
-                found=f"step {newest}",
+                f"{self.dirpath!r} holds newer steps than step {step}, from which this fit would continue",
+                found=Words(f"step {newest}"),
                 hint=f"asyncckpt.checkpoints.remove_after(path, {step}) removes them; or give another directory",
             )
 

@@ -153,7 +153,7 @@ def check_plain(checkpoint: Mapping[str, Any]) -> None:
         raise UsageError(f"Lightning's checkpoint cannot be saved: {error}", hint=hint) from error
     for path, value in stateful:
         what = f"{'.'.join(map(str, path))!r} of Lightning's checkpoint is an object that no load would make again"
-        raise UsageError(what, found=type(value).__name__, expected="plain values and tensors", hint=hint)
+        raise UsageError(what, found=type(value), expected="plain values and tensors", hint=hint)
 
 
 def _check_own(path: str) -> None:

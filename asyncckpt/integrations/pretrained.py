@@ -111,11 +111,11 @@ def _best_step(directory: Path) -> int:
 def _made(values: Mapping[str, Any], model_class: Any) -> Any:
     name = values["class"]
     if name is None:
-        raise UnsupportedError("the model that was saved is none of transformers, and has no config")
+        raise UnsupportedError("the model that was saved is not a transformers class and has no config")
     kind = getattr(transformers, name, None) if model_class is None else model_class
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        what = f"{name!r} is no class of transformers"
-        raise UnsupportedError(what, found=repr(kind), hint="give model_class, where the model is your own")
+        what = f"{name!r} is not a class of transformers"
+        raise UnsupportedError(what, found=kind, hint="pass model_class, if the model is your own")
     config = kind.config_class.from_dict(json.loads(values["config"]))  # type: ignore[attr-defined]
     if values.get("dtype") is not None:  # Which the config need not say right.
         config.dtype = values["dtype"]

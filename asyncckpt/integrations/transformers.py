@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.checkpoints import describe
-from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.errors import UnsupportedError, UsageError, Words
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.places import steps_in, upload_url
 from asyncckpt.integrations.pretrained import Pretrained, export_pretrained
@@ -151,9 +151,9 @@ class CheckpointMixin:
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._noted_step >= 0:
-            what = "training would begin anew with smaller batches, behind steps that are saved"
+            what = "training would start again with smaller batches, after steps that are saved"
             hint = "start it again with smaller batches, and resume; or without auto_find_batch_size"
-            raise UsageError(what, found=f"step {self._noted_step}", hint=hint)
+            raise UsageError(what, found=Words(f"step {self._noted_step}"), hint=hint)
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -309,7 +309,7 @@ class CheckpointMixin:
         steps = steps_in(self.checkpoint_dir)
         if steps and self.args.save_strategy != "no":
             what = f"{str(self.checkpoint_dir)!r} holds another run"
-            raise UsageError(what, found=steps, hint="resume_from_checkpoint=True goes on; or give another folder")
+            raise UsageError(what, found=steps, hint="pass resume_from_checkpoint=True, or another folder")
 
     def _check_supported(self) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -318,7 +318,7 @@ class CheckpointMixin:
         if self.args.push_to_hub and self.args.hub_strategy not in _PUSHES_AT_THE_END:
             raise UnsupportedError(
                 "checkpoints are not pushed to the hub while they are saved in the background",
-                found=str(self.args.hub_strategy),
+                found=Words(self.args.hub_strategy),
                 expected=_PUSHES_AT_THE_END,
             )
 
@@ -370,7 +370,7 @@ class AsyncCheckpoint(transformers.TrainerCallback):  # type: ignore[misc, name-
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self._is_taken:
-            raise UsageError("the callback came behind the Trainer", hint="Trainer(callbacks=[AsyncCheckpoint()])")
+            raise UsageError("the callback came after the Trainer", hint="Trainer(callbacks=[AsyncCheckpoint()])")
 
 
 def _trainer_that_calls() -> Any:

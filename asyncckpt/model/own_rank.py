@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 
 
 def rank_in_group(process_group: Any = None) -> tuple[int, int] | None:
@@ -43,8 +43,7 @@ def own_rank(
     if rank is None or ranks_count is None:
         return rank_in_group(process_group) or (0, 1)
     if type(rank) is not int or type(ranks_count) is not int or not 0 <= rank < ranks_count:
-        expected = f"ints with 0 <= {names[0]} < {names[1]}"
-        raise UsageError(f"{names[0]} is wrong", found=(rank, ranks_count), expected=expected)
+        raise must_be(both, f"ints with 0 <= {names[0]} < {names[1]}", (rank, ranks_count))
     if process_group is not None and (of_group := rank_in_group(process_group)) != (rank, ranks_count):
         raise UsageError(
             f"{both} are not those of the process group",

@@ -78,6 +78,6 @@ def _check_piece(piece: Piece, whole_shape: tuple[int, ...], dtype: torch.dtype)
         first >= 0 and first + size <= whole for first, size, whole in zip(begin, shape, whole_shape, strict=True)
     )
     if not fits:
-        raise UsageError("a piece does not lie within the whole tensor", found=(begin, shape), expected=whole_shape)
+        raise UsageError("a piece is not within the whole tensor", found=(begin, shape), expected=whole_shape)
     if piece.tensor.dtype is not dtype:
         raise UsageError("a piece has another dtype than the whole tensor", found=piece.tensor.dtype, expected=dtype)

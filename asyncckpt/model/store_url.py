@@ -40,10 +40,11 @@ class StoreUrl:
                 hint="credentials and options come from the environment, see docs/object-stores.md",
             )
         if not _BUCKET.fullmatch(bucket):
-            raise UsageError(f"{scheme}:// URL names no bucket of 2 to 255 letters", expected=form)
+            raise UsageError(f"{scheme}:// URL needs a bucket name of 2 to 255 characters", expected=form)
         parts = prefix.removesuffix("/").split("/") if prefix else []
         if not parts:
-            raise UsageError(f"{scheme}:// URL names a whole bucket", expected=form, hint="name a prefix of its own")
+            what = f"{scheme}:// URL is a whole bucket"
+            raise UsageError(what, hint=f"give each run a prefix, such as {scheme}://bucket/run1")
         if any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):
             what = f"{scheme}:// URL holds what some stores do not take in a key"
             raise UsageError(what, expected=f"parts of {_PART.pattern} between single slashes")

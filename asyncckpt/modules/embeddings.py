@@ -40,8 +40,8 @@ def hash_embedding_tables(module: HashEmbedding, name: str) -> Mapping[str, Tabl
     """Return the table of a HashEmbedding; modules that share a table each return it."""
     table = module.table
     if not isinstance(table, Table):
-        what = f"the table {table.name!r} behind module {name!r} cannot be saved"
-        raise UnsupportedError(what, found=type(table).__name__, expected="an object with the Table protocol")
+        what = f"table {table.name!r} of module {name!r} cannot be saved"
+        raise UnsupportedError(what, found=type(table), expected="an object with the Table protocol")
     return {name or table.name: table}
 
 
@@ -80,7 +80,7 @@ def rest_besides(module: torch.nn.Module, held: Collection[torch.Tensor]) -> dic
         if not isinstance(value, torch.Tensor):
             what = f"state {name!r} of a {type(module).__name__} is not a tensor"
             hint = "register an adapter for this class, or one that returns no tables"
-            raise UnsupportedError(what, found=type(value).__name__, hint=hint)
+            raise UnsupportedError(what, found=type(value), hint=hint)
         if id(value) not in held_ids:
             rest[name] = value
     return rest

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
+from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError, must_be
 from asyncckpt.model.table import ID_COLUMN, Column, CutVersion, Role, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.signals import Guard
@@ -279,8 +279,8 @@ def _checked_columns(name: str, live: LiveColumns) -> Mapping[str, torch.Tensor]
     check_name(name)
     columns = live()
     if EMBEDDING_COLUMN not in columns or ID_COLUMN in columns:
-        what = f"columns of table {name!r} are wrong"
-        raise UsageError(what, found=list(columns), expected=f"{EMBEDDING_COLUMN!r} among them, not {ID_COLUMN!r}")
+        what = f"columns of table {name!r} must include {EMBEDDING_COLUMN!r} and not {ID_COLUMN!r}"
+        raise UsageError(what, found=list(columns))
     for column, tensor in columns.items():
         _check_plain(tensor, f"column {column!r} of table {name!r}")
     return columns
@@ -293,10 +293,10 @@ def _column(name: str, tensor: torch.Tensor) -> Column:
 
 def _check_plain(tensor: torch.Tensor, what: str) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"{what} is wrong", found=type(tensor).__name__, expected="a torch.Tensor")
+        raise must_be(what, "a torch.Tensor", type(tensor))
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         hint = "register an adapter that gives the rows of this rank as a plain tensor"
-        raise UnsupportedError(f"{what} is not a plain tensor", found=type(tensor).__name__, hint=hint)
+        raise UnsupportedError(f"{what} is not a plain tensor", found=type(tensor), hint=hint)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.dim() == 0:
         found = (tensor.layout, str(tensor.device), tuple(tensor.shape))
         raise UnsupportedError(f"{what} has no rows in memory", found=found, expected="a strided tensor with rows")

@@ -28,7 +28,7 @@ from asyncckpt.modules.walk import tables_of, walk
 from asyncckpt.tables.left_out import tables_held
 
 _OWN_FACTORIES = (collection_tables, embedding_tables, hash_embedding_tables)
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+BARE = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _MORE_PLAIN = (set, frozenset, slice, range, torch.dtype, torch.Size, torch.device)
 
 
@@ -86,12 +86,10 @@ def named_parts(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, A
     }
     rest = {name: value for name, value in state.items() if name not in tables}
     for name, value in rest.items():
-        if isinstance(value, _PLAIN):
+        if isinstance(value, BARE):
             raise UsageError(
-                f"{name!r} is a plain value, which would be saved as it is now at every step",
-                found=value,
-                hint=f"give a dict that changes, {name}={{...}}, or pass metadata to step(); arguments of the Saver go "
-                "into options={...}",
+                f"{name}={value!r} is a bare value: every checkpoint would hold what it is now",
+                hint=f"put it into a dict and update that, or pass step(..., metadata={{{name!r}: {value!r}}})",
             )
         if isinstance(value, torch.nn.Module) and _has_tables_of_others(value):
             _add(tables, tables_of(value, prefix=name))
@@ -129,4 +127,4 @@ def is_plain(value: Any) -> bool:
         return True
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
-    return isinstance(value, _PLAIN)
+    return isinstance(value, BARE)

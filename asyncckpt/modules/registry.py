@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.model.table import Table
 
 AdapterFactory: TypeAlias = Callable[[Any, str], Mapping[str, Table]]
@@ -36,7 +36,7 @@ class Adapter:
         tables = self.factory(module, name)
         if not isinstance(tables, Mapping):
             what = f"the adapter for {self.kind} returned no mapping for module {name!r}"
-            raise UsageError(what, found=type(tables).__name__, expected="a mapping of name to Table")
+            raise UsageError(what, found=type(tables), expected="a mapping of name to Table")
         for table_name, table in tables.items():
             if not isinstance(table_name, str) or not isinstance(table, Table):
                 what = f"the adapter for {self.kind} returned something else than tables for module {name!r}"
@@ -74,13 +74,13 @@ def register_adapter(kind: type | str, factory: AdapterFactory, *, rest: RestFun
     if isinstance(kind, str):
         parts = kind.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-            raise UsageError("kind of an adapter is wrong", found=kind, expected="'package.module.Class'")
+            raise must_be("kind of an adapter", "a type or its name 'package.module.Class'", kind)
     elif not isinstance(kind, type):
-        raise UsageError("kind of an adapter is wrong", found=kind, expected="a type or its qualified name")
+        raise must_be("kind of an adapter", "a type or its qualified name", kind)
     if not callable(factory):
-        raise UsageError(f"factory of the adapter for {_shown(kind)} is not callable", found=type(factory).__name__)
+        raise UsageError(f"factory of the adapter for {_shown(kind)} is not callable", found=type(factory))
     if rest is not None and not callable(rest):
-        raise UsageError(f"rest of the adapter for {_shown(kind)} is not callable", found=type(rest).__name__)
+        raise UsageError(f"rest of the adapter for {_shown(kind)} is not callable", found=type(rest))
     _import_own(_shown(kind))  # Registered earlier.
     _adapters[kind] = Adapter(kind=_shown(kind), factory=factory, rest=rest, order=next(_orders))
 

@@ -59,7 +59,7 @@ class Walked:
 def walk(module: torch.nn.Module) -> Walked:
     """Walk a module. Raises UsageError for anything else, or for modules nested deeper than DEPTH_MAX."""
     if not isinstance(module, torch.nn.Module):
-        raise UsageError("there is no module to walk", found=type(module).__name__, expected="a torch.nn.Module")
+        raise UsageError("there is no module to walk", found=type(module), expected="a torch.nn.Module")
     claims: list[Claim] = []
     others: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()

@@ -44,7 +44,7 @@ from asyncckpt.native.twin import TwinCore, memory_at
 
 ENVIRONMENT_VARIABLE = "ASYNCCKPT_NATIVE"
 _HINT = (
-    "install a wheel of it, or a C++20 compiler and then asyncckpt anew"
+    "install a wheel of it, or a C++20 compiler and then asyncckpt again"
     if sys.platform == "linux"
     else f"the core is for Linux; on {sys.platform} asyncckpt is experimental, tested only by simulation"
 )

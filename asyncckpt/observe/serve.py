@@ -79,9 +79,7 @@ def server_of(path: str | os.PathLike[str], *, port: int) -> ThreadingHTTPServer
             (LOOPBACK, port), partial(_Answers, watched, page.encode(errors="backslashreplace"))
         )
     except OSError as error:
-        raise IOFailedError(
-            f"port {port} cannot be served: {error.strerror}", hint="--port 0 takes a free one"
-        ) from error
+        raise IOFailedError(f"port {port} cannot be served: {error.strerror}", hint="use --port 0") from error
     server.daemon_threads = True
     return server
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be, nearest
 from asyncckpt.format.encodings import misfit
 from asyncckpt.model.block import EncodingStep
 from asyncckpt.model.table import Role, TableSchema
@@ -66,11 +66,11 @@ def check_filters(filters: Iterable[RowFilter], tables: Mapping[str, TableSchema
     Any other name may be a dense tensor; these are known, and checked, when a save is made.
     """
     if isinstance(filters, str) or not isinstance(filters, Iterable):
-        raise UsageError("filters are no list", found=type(filters).__name__, expected="a list of asyncckpt.filters")
+        raise must_be("filters", "a list of asyncckpt.filters", type(filters))
     checked = tuple(filters)
     for item in checked:
         if not isinstance(item, KeepRows | EncodeBlocks):
-            raise UsageError("filters hold something else", found=repr(item), expected="what asyncckpt.filters makes")
+            raise must_be("each of the filters", "one of asyncckpt.filters", item)
         _check_name(item, tables)
     for table, schema in tables.items():
         for column in schema.columns:
@@ -85,11 +85,8 @@ def check_named(filters: Sequence[RowFilter], *, tables: Iterable[str], blocks: 
     for item in filters:
         if not is_pattern(item.pattern) and item.pattern not in known[type(item)]:
             what = "table" if isinstance(item, KeepRows) else "tensor"
-            raise UsageError(
-                f"filter {item} names a {what} that is not saved",
-                found=item.pattern,
-                hint="a pattern such as 'name*' may match nothing",
-            )
+            hint = nearest(item.pattern, known[type(item)]) or "a pattern such as 'name*' may match nothing"
+            raise UsageError(f"filter {item} names a {what} that is not saved", hint=hint)
 
 
 def row_rules(filters: Sequence[RowFilter], table: str) -> list[KeepRows]:
@@ -129,7 +126,7 @@ def steps_for(
             steps.append(item.step)
             ranks.append(rank)
         elif not is_pattern(item.pattern):
-            raise error(f"filter {item} cannot be for {name!r}: {reason}")
+            raise error(f"{item} cannot be applied to {name!r}: {reason}")
     return tuple(steps)
 
 
@@ -147,9 +144,11 @@ def _check_name(item: RowFilter, tables: Mapping[str, TableSchema]) -> None:
         return
     if isinstance(item, KeepRows):
         if item.pattern not in tables:
-            raise UsageError(f"filter {item} names no table", found=item.pattern, expected=sorted(tables))
+            hint = nearest(item.pattern, tables)
+            raise UsageError(f"there is no table {item.pattern!r} for {item}", expected=sorted(tables), hint=hint)
         return
     table, at, column = item.pattern.rpartition("@")
     if at and table in tables and tables[table].column(column) is None:
         columns = [column.name for column in tables[table].columns]
-        raise UsageError(f"filter {item} names no column of table {table!r}", found=column, expected=columns)
+        hint = nearest(column, columns)
+        raise UsageError(f"table {table!r} has no column {column!r} for {item}", expected=columns, hint=hint)

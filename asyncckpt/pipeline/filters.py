@@ -50,7 +50,7 @@ def run_filter(function: FilterFunction, blocks: list[WriteBlock]) -> list[Filte
     except BaseException as error:  # On a thread of ours, sys.exit() in a filter is no exit but an error too.
         raise FilterError(f"{owner} raised {type(error).__name__}: {error}") from error
     if not isinstance(answer, (list, tuple)):
-        raise FilterError(f"{owner} returned nonsense", found=type(answer).__name__, expected="a list of WriteBlock")
+        raise FilterError(f"{owner} returned nonsense", found=type(answer), expected="a list of WriteBlock")
     if len(answer) == len(blocks) and all(a is b for a, b in zip(answer, blocks, strict=True)):
         return None
     filtered = [_checked(block, numbers, owner) for block in answer]
@@ -60,7 +60,7 @@ def run_filter(function: FilterFunction, blocks: list[WriteBlock]) -> list[Filte
 
 def _checked(block: Any, numbers: dict[int, int], owner: str) -> FilteredBlock:
     if not isinstance(block, WriteBlock):
-        raise FilterError(f"{owner} returned nonsense", found=type(block).__name__, expected="a WriteBlock")
+        raise FilterError(f"{owner} returned nonsense", found=type(block), expected="a WriteBlock")
     origin = block
     while origin._origin is not None:
         origin = origin._origin
@@ -97,7 +97,7 @@ def _renamed(spec: BlockSpec, name: Any, owner: str) -> BlockSpec:
 def _with_data(spec: BlockSpec, data: Any, owner: str) -> BlockSpec:
     owner = f"{owner} replaced block {spec.name!r}"
     if not isinstance(data, torch.Tensor):
-        raise FilterError(f"{owner} by no tensor", found=type(data).__name__)
+        raise FilterError(f"{owner} by no tensor", found=type(data))
     try:
         check_leaf(data, spec.name)
     except CheckpointError as error:

@@ -249,7 +249,7 @@ def _ask(rule: KeepRows, table: str, rows: dict[str, torch.Tensor], count: int) 
     except BaseException as error:  # On a thread of ours, sys.exit() in a predicate is no exit but an error too.
         raise FilterError(f"{owner} raised {type(error).__name__}: {error}") from error
     if not isinstance(answer, torch.Tensor | np.ndarray):
-        raise FilterError(f"{owner} returned nonsense", found=type(answer).__name__, expected="a bool tensor")
+        raise FilterError(f"{owner} returned nonsense", found=type(answer), expected="a bool tensor")
     if isinstance(answer, torch.Tensor) or answer.dtype != np.bool_ or answer.shape != (count,):
         found = (str(answer.dtype), tuple(answer.shape))
         raise FilterError(f"{owner} returned nonsense", found=found, expected=("torch.bool", (count,)))

@@ -72,7 +72,7 @@ class LeafFacts:
                 check_leaf(tensor, name(number))
                 if tensor.numel() and not _address(tensor):
                     return without_memory(name(number))
-            return changed("tensors of the state have become others", found="those of the plan, but not all the time")
+            return changed("tensors of the state have become others, and then the same again,")
         sizes, dtypes, are_dense, *_ = self._facts[number // _AT_A_TIME]
         at = number % _AT_A_TIME
         expected = f"{dtypes[at]} {tuple(sizes[at])}, {'dense' if are_dense[at] else 'strided'}"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.errors import UnsupportedError, UsageError, Words
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.tree import tensor_names, tensor_paths
 from asyncckpt.model.sharing import NOTHING_SHARED, SharedMemory, SharedView, Sharing, TiedLeaf
@@ -63,7 +63,7 @@ def check_leaf(tensor: torch.Tensor, name: str) -> None:
     if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
         raise UnsupportedError(
             f"tensor {name!r} is of a subclass whose storage is not its value",
-            found=f"{kind.__module__}.{kind.__qualname__}",
+            found=Words(f"{kind.__module__}.{kind.__qualname__}"),
             hint="save what it is made of, for example DTensor.to_local()",
         )
     if tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_nested:
@@ -90,14 +90,14 @@ def check_extent(tensor: torch.Tensor, name: str) -> None:
     if (last + 1) * tensor.element_size() > storage_bytes:
         raise UsageError(
             f"tensor {name!r} has a freed or shrunk storage",
-            found=f"{storage_bytes} bytes",
+            found=Words(f"{storage_bytes} bytes"),
             expected=f"{(last + 1) * tensor.element_size()} bytes",
         )
     logical_bytes = math.prod(tensor.shape) * tensor.element_size()
     if logical_bytes > storage_bytes + BLOW_UP_BYTES_MAX:
         raise UsageError(
             f"tensor {name!r} is an expanded view that would be written out",
-            found=f"{logical_bytes} bytes",
+            found=Words(f"{logical_bytes} bytes"),
             expected=f"about its storage's {storage_bytes} bytes",
             hint="save the tensor it was expanded from, or call .contiguous()",
         )

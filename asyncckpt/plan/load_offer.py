@@ -251,11 +251,11 @@ def wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
     """Return a hint if names differ from the stored ones only in what a wrapper of a module puts before them."""
     both = set(missing) & set(unexpected)
     if both:
-        return f"; {min(both)!r} is there in a state nested otherwise: give objects and dicts as they were saved"
+        return f"{min(both)!r} is in a state nested otherwise: give objects and dicts as they were saved"
     bare = {bare_name(name) for name in missing} & {bare_name(name) for name in unexpected}
     if not bare:
         return ""
     return (
-        "; names differ only in 'module.' (DDP, dense_state_of) or '_orig_mod.' (torch.compile): give the module that "
+        "names differ only in 'module.' (DDP, dense_state_of) or '_orig_mod.' (torch.compile): pass the module that "
         "was wrapped, and dense_state_of(module) only where that was saved"
     )

@@ -168,16 +168,15 @@ def make_load_plan(
     used = {source for sources in answer.values() for source in sources}
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
     if strict:
-        match.passing += [f"{name!r} is missing in the checkpoint" for name in missing]
         own = {leaf.path for leaf in targets.in_place} if filter_func is not None else ()
-        match.passing += [
-            f"{name!r} is {'left out by the filter' if at in own else 'unexpected: the model has no such entry'}"
-            for name, at in _inside(contents, targets, unexpected)
-        ]
+        inside = list(_inside(contents, targets, unexpected))
+        match.passing += _counted("only in this state", missing)
+        match.passing += _counted("only in the checkpoint", [name for name, at in inside if at not in own])
+        match.passing += _counted("left out by the filter", [name for name, at in inside if at in own])
         not_taken = [name for name in unexpected if name in contents.tables][:PROBLEMS_SHOWN_MAX]
         if not_taken:
             why = f"not in hashtables, and the checkpoint has tables that nothing takes: {not_taken}"
-            match.passing += [f"{place} would be left out of the load: {why}" for place in left_out()]
+            match.passing += [f"{place} would not be loaded: {why}" for place in left_out()]
         match.passing += [
             f"{path_name(path)!r} is empty, the checkpoint has tensors there (asyncckpt.load returns them)"
             for path in targets.empty
@@ -338,15 +337,14 @@ class _Match:
             return
         shown = "; ".join(problems[:PROBLEMS_SHOWN_MAX])
         more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        passes = "; a Loader with strict=False lets missing and unexpected entries pass" if self.passing else ""
-        cast = "; cast=True converts dtypes" if self.could_be_cast else ""
-        as_it_was = "; make such an object as the one that was saved, or leave it out of the load"
-        hint = f"{passes}{wrapped_hint(missing, unexpected)}{cast}{as_it_was if self.of_objects else ''}"
-        raise IncompatibleError(
-            f"checkpoint of step {self._chain.step} does not fit the model, {count}: {shown}{more}",
-            hint=f"nothing was changed{hint}",
+        passes = "Loader(..., strict=False) loads what matches, filter_func renames" if self.passing else ""
+        cast = "cast=True converts dtypes" if self.could_be_cast else ""
+        as_it_was = (
+            "make such an object as the one that was saved, or leave it out of the load" if self.of_objects else ""
         )
+        what = f"step {self._chain.step} does not match this state, and nothing was changed: {shown}{more}"
+        hints = (wrapped_hint(missing, unexpected), passes, cast, as_it_was)
+        raise IncompatibleError(what, hint="; ".join(filter(None, hints)))
 
     def check_encodings(self, plan: LoadPlan) -> None:
         """Raise UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
@@ -357,6 +355,12 @@ class _Match:
             spec = self._chain.blocks[number].placed.spec
             if spec.encoding:
                 check_encoding(spec)
+
+
+def _counted(what: str, names: Sequence[str]) -> list[str]:
+    """Return a problem for names, if there are any: how many, and the first of them."""
+    more = f", {len(names) - PROBLEMS_SHOWN_MAX} more" if len(names) > PROBLEMS_SHOWN_MAX else ""
+    return [f"{what} ({len(names)}): {', '.join(map(repr, names[:PROBLEMS_SHOWN_MAX]))}{more}"] if names else []
 
 
 def _settled(

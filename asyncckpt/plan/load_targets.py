@@ -259,9 +259,7 @@ def _rebuilt(flat: FlatState, state: Mapping[str, Any]) -> dict[Path, Rebuilt]:
         if owner_of(path, found) is not None:
             continue
         if not callable(getattr(owner, "load_state_dict", None)):
-            raise UsageError(
-                f"state {path_name(path)!r} has state_dict() but no load_state_dict()", found=type(owner).__name__
-            )
+            raise UsageError(f"state {path_name(path)!r} has state_dict() but no load_state_dict()", found=type(owner))
         tree = descend(flat.tree, path)
         assert tree is not None
         prefix = outer_prefix(reduce(lambda own, key: own[key_value(key)], path, state))

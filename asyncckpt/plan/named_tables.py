@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.model.table import HasCompanions, Table
 
 
@@ -17,18 +17,15 @@ def named_tables(hashtables: Any) -> Mapping[str, Table]:
     if hashtables is None:
         return {}
     if not isinstance(hashtables, Mapping):
-        raise UsageError("hashtables is not a mapping", found=type(hashtables).__name__)
+        raise must_be("hashtables", "a mapping of name to table", type(hashtables))
     names: dict[int, str] = {}
     tables: dict[str, Table] = {}
     for name, table in _with_companions(hashtables):
         if not isinstance(name, str) or "@" in name:
-            raise UsageError("a table's name is no string without '@'", found=name)
+            raise must_be("a table's name", "a str without '@'", name)
         if not isinstance(table, Table):
-            raise UsageError(
-                f"hashtable {name!r} is no table",
-                found=type(table).__name__,
-                expected="asyncckpt.HashTable or an object with the Table protocol",
-            )
+            rule = "an asyncckpt.HashTable or an object with the Table protocol"
+            raise must_be(f"hashtable {name!r}", rule, type(table))
         if names.get(id(table)) == name:  # A companion that is named beside its table.
             continue
         if id(table) in names:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
 from asyncckpt.format.module_facts import implied_modules, module_of
 from asyncckpt.format.tree import (
@@ -45,7 +45,7 @@ class Names:
             return Names()
         is_text = isinstance(new, Mapping) and all(isinstance(text, str) for pair in new.items() for text in pair)
         if not is_text or not all(text for pair in new.items() for text in pair):
-            raise UsageError("rename is no mapping of old names to new ones", found=new)
+            raise must_be("rename", "a mapping of old names to new ones", new)
         return Names(new)
 
     def name(self, name: str) -> str:
@@ -73,7 +73,7 @@ class Names:
         """Raise UsageError for an OLD that no name has begun with. names: those that there are."""
         unused = sorted(self.new.keys() - self._used)
         if unused:
-            raise UsageError("rename names what is not there", found=unused, expected=sorted(names)[:16])
+            raise UsageError("rename has unknown names", found=unused, expected=sorted(names)[:16])
 
     def tree(self, node: Node, path: Path = ()) -> Node:
         """Return a tree under its new names."""

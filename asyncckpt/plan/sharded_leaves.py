@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UnsupportedError
+from asyncckpt.errors import UnsupportedError, Words
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.sharded import Piece, Sharded
 
@@ -94,7 +94,7 @@ def _from_dtensor(leaf: Any, salt: str) -> Sharded:
     if cuts is None:
         raise UnsupportedError(
             f"DTensor {salt!r} has a placement that cannot be saved",
-            found=str(leaf.placements),
+            found=Words(leaf.placements),
             expected="Shard or Replicate",
             hint="redistribute it to Shard or Replicate placements first",
         )

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, Words
 from asyncckpt.format import limits
 from asyncckpt.format.module_facts import facts_of
 from asyncckpt.format.strict_json import Json
@@ -120,7 +120,7 @@ def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
             return named
     raise UsageError(
         f"{what} is neither a mapping nor (name, tensor) pairs nor tensors",
-        found=type(tensors).__name__,
+        found=type(tensors),
         hint="pass {'model': model, 'optim': optimizer, 'epoch': 3}",
     )
 
@@ -344,7 +344,7 @@ def stored_key(key: Any, path: tuple[Any, ...]) -> Key:
     if key != key or (type(key) is int and key.bit_length() > limits.KEY_BITS_MAX):
         raise UsageError(
             f"state {_shown(path)} has a key that would not be found again",
-            found="NaN" if key != key else f"an int of {key.bit_length()} bits",
+            found=Words("NaN" if key != key else f"an int of {key.bit_length()} bits"),
             expected=f"no NaN, and ints of at most {limits.KEY_BITS_MAX} bits",
         )
     return (type(key).__name__, key)
@@ -374,7 +374,7 @@ def _from_numpy(value: np.ndarray[Any, Any] | np.generic, path: tuple[Any, ...])
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"array {_shown(path)} cannot be saved",
-            found=str(array.dtype),
+            found=Words(array.dtype),
             expected="a numeric dtype in native byte order",
         ) from error
 

@@ -89,7 +89,7 @@ def stored_tables(chain: Chain) -> dict[str, StoredTable]:
     for manifest in chain.manifests:
         if manifest.head.ranks_count != newest.head.ranks_count:
             raise CorruptError(
-                f"step {chain.step} cannot be put together: step {manifest.step}, upon which it builds, was saved by "
+                f"step {chain.step} cannot be put together: its base, step {manifest.step}, was saved by "
                 "another number of ranks",
                 found=manifest.head.ranks_count,
                 expected=newest.head.ranks_count,
@@ -148,13 +148,13 @@ def _stack(chain: Chain, rank: int, newest: TableFacts, found: Sequence[_Layers]
             steps = " -> ".join(map(str, chain.steps))
             of_rank = f" of rank {rank}" if chain.newest.head.ranks_count > 1 else ""
             raise CorruptError(
-                f"table {newest.name!r}{of_rank} of step {chain.step} cannot be put together: step {manifest.step}, "
-                f"which it builds upon, does not have it; chain {steps} (full)"
+                f"table {newest.name!r}{of_rank} of step {chain.step} cannot be put together: its base, step "
+                f"{manifest.step}, does not have it; chain {steps} (full)"
             )
         if facts.shard != newest.shard:
             raise CorruptError(
-                f"table {newest.name!r} of rank {rank} of step {chain.step} holds another shard than in step "
-                f"{manifest.step}, upon which it builds",
+                f"table {newest.name!r} of rank {rank} of step {chain.step} holds another shard than in its "
+                f"base, step {manifest.step}",
                 found=facts.shard,
                 expected=newest.shard,
             )
@@ -181,7 +181,7 @@ def _check_shards(name: str, shards: Sequence[StoredShard], chain: Chain) -> Non
             found = _forms(layer.columns, chain)
             if found != expected:
                 differing = sorted(key for key in found.keys() | expected if found.get(key) != expected.get(key))
-                where = f"step {layer.step}, upon which it builds" if layer.step != chain.step else f"rank {shard.rank}"
+                where = f"its base, step {layer.step}" if layer.step != chain.step else f"rank {shard.rank}"
                 raise CorruptError(
                     f"checkpoint of step {chain.step}: table {name!r} has other columns in {where}",
                     found={key: found.get(key) for key in differing[:5]},

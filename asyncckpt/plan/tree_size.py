@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from asyncckpt.errors import UnsupportedError
+from asyncckpt.errors import UnsupportedError, Words
 from asyncckpt.format import limits
 
 _CONTAINERS = (Mapping, list, tuple, set, frozenset)
@@ -37,7 +37,7 @@ def check_tree_size(value: Any, *, owner: str) -> int:
         if entries > limits.VALUES_MAX:
             raise UnsupportedError(
                 f"{owner} holds containers that hold each other too often",
-                found=f"{entries} entries" if entries < 10**9 else "more than 10**9 entries",
+                found=Words(f"{entries} entries" if entries < 10**9 else "more than 10**9 entries"),
                 expected=f"at most {limits.VALUES_MAX}",
             )
         sizes[id(item)] = entries, text
@@ -46,7 +46,7 @@ def check_tree_size(value: Any, *, owner: str) -> int:
     text = size_of(value, 0)[1]
     if text > limits.MANIFEST_BYTES_MAX:
         what = f"{owner} holds too much text, some of it perhaps many times"
-        raise UnsupportedError(what, found=f"{text} bytes", expected=f"at most {limits.MANIFEST_BYTES_MAX}")
+        raise UnsupportedError(what, found=Words(f"{text} bytes"), expected=f"at most {limits.MANIFEST_BYTES_MAX}")
     return text
 
 

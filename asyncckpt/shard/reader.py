@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from asyncckpt import system
-from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
+from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError, Words
 from asyncckpt.format.head import FileFacts
 from asyncckpt.format.manifest import BlockFacts, Chain, HeaderEntry, Manifest, decode_header, header_length
 from asyncckpt.format.names import split_shard_path
@@ -204,6 +204,7 @@ class ChainReader:
         self._queue: list[tuple[int, int, int, int]] = []  # (block, address, begin, bytes)
         self.bytes_read = 0
         self._checked: set[int] = set()
+        self.hint: str | None = None  # What to do when a block is damaged.
         # The number behind each manifest's last block.
         self._ends = list(itertools.accumulate(len(manifest.blocks) for manifest in chain.manifests))
         self._files: list[FilesOfManifest] = []
@@ -302,11 +303,11 @@ class ChainReader:
         file = manifest.head.files[block.placed.file_index]
         part = "" if is_whole else f"bytes {begin} to {end} of "
         raise CorruptError(
-            f"shard file {file.path!r} of step {manifest.step} is corrupt: {part}block {block.placed.spec.name!r} at "
-            f"offset {block.placed.offset} has another digest",
-            found=digest.hex(),
+            f"step {manifest.step} is damaged: {part}{block.placed.spec.name!r} in {file.path!r} "
+            "does not match its digest",
+            found=Words(digest.hex()),
             expected=expected.hex(),
-            hint="targets of a load may hold parts of this damaged step: load another one before using them",
+            hint=self.hint,
         )
 
     def _wanted_files(self, wanted: Iterable[int] | None) -> list[set[int] | None]:
@@ -347,17 +348,13 @@ def check_header(raw: bytes, file: FileFacts, blocks: dict[str, BlockFacts], man
     found = xxhash.xxh3_128_digest(raw)
     if found != file.header_digest:
         raise CorruptError(
-            f"{owner} is corrupt: its header has another digest",
-            found=found.hex(),
+            f"{owner} is damaged: its header does not match its digest",
+            found=Words(found.hex()),
             expected=file.header_digest.hex(),
         )
     header = decode_header(raw, file_bytes=file.bytes, owner=owner)
     if header.attempt != manifest.head.attempt:
-        raise CorruptError(
-            f"{owner} belongs to another save (mixed steps)",
-            found=header.attempt,
-            expected=manifest.head.attempt,
-        )
+        raise CorruptError(f"{owner} belongs to another save", found=header.attempt, expected=manifest.head.attempt)
     places = {key: (entry.offset, entry.bytes, entry.dtype, entry.shape) for key, entry in header.entries.items()}
     listed = {key: _place(block, header.entries.get(key)) for key, block in blocks.items()}
     if places != listed:

@@ -293,9 +293,9 @@ def look(
     offsets = places.addresses.astype(np.int64) - places.begins.astype(np.int64)
     for number in np.flatnonzero(copied & ((offsets < 0) | (offsets + ways.spans > places.bytes))).tolist():
         check_extent(seen[number], name(number))
-        raise changed(f"tensor {name(number)!r} has become another one", found="memory that it got at this moment")
+        raise changed(f"tensor {name(number)!r} has got other memory")
     if memory is not None and not memory.is_shared_alike(places.addresses):
-        raise changed("tensors of the state have become others", found="others of them that share memory")
+        raise changed("tensors of the state have become others, which share memory otherwise,")
     begins = np.where(copied, places.addresses, np.uint64(0))
     return LiveTensors(tensors=seen, ways=ways, begins=begins, storages=places.storages, name=name)
 

@@ -60,7 +60,7 @@ def _door(what: str) -> Iterator[None]:
 def check_path(path: str | os.PathLike[str]) -> Path:
     """Return an absolute path. Raises UsageError for what cannot be a local folder."""
     if not isinstance(path, (str, os.PathLike)):
-        raise UsageError("path is not a path", found=type(path).__name__, expected="str or os.PathLike")
+        raise UsageError("path is not a path", found=type(path), expected="str or os.PathLike")
     text = os.fspath(path)
     if not isinstance(text, str):
         raise UsageError("path is bytes", found=text, expected="str or os.PathLike of str")
@@ -309,7 +309,7 @@ class Directory:
         try:
             _rename_noreplace(self.fd, source, target)
         except FileExistsError as error:
-            raise ConflictError(f"{str(self.path / target)!r} exists already") from error
+            raise ConflictError(f"{str(self.path / target)!r} already exists") from error
         except OSError as error:
             raise io_failed(f"{str(self.path / target)!r} cannot be published", error) from error
         self.made.pop(source, None)

@@ -313,7 +313,7 @@ def _in_steps(ask: Callable[[], T], given_up: threading.Event | None) -> T:
 
     def look(seconds: float) -> bool:
         if given_up is not None and given_up.is_set():
-            raise IOFailedError("a request was given up: nobody waits for it any more", errno=errno.ECANCELED)
+            raise IOFailedError("a request was given up, because its caller no longer waits", errno=errno.ECANCELED)
         return not wait([asked], seconds).not_done
 
     try:
@@ -334,7 +334,7 @@ def _check_not_forked() -> None:
     global _user
     if _user not in (None, os.getpid()):
         what = "this process was forked from one that had used an object store, and cannot use any"
-        raise UsageError(what, hint="fork before that, or start it anew: multiprocessing.get_context('spawn')")
+        raise UsageError(what, hint="fork before that, or spawn it: multiprocessing.get_context('spawn')")
     _user = os.getpid()
 
 
@@ -350,7 +350,7 @@ def _check_endpoint() -> None:
         except ValueError:
             is_right = False
         if not is_right:
-            raise UsageError(f"{name} is no endpoint", expected="https://host or http://host:port")
+            raise UsageError(f"{name} is not an endpoint", expected="https://host or http://host:port")
 
 
 def _check_headers() -> None:
@@ -368,7 +368,5 @@ def _import_obstore(url: StoreUrl) -> ModuleType:
         import obstore.exceptions
         import obstore.store
     except ImportError as error:
-        raise UnsupportedError(
-            f"{url.scheme}:// needs the package obstore: {error}", hint=f"pip install '{EXTRA}'"
-        ) from error
+        raise UnsupportedError(f"{url.scheme}:// needs obstore: {error}", hint=f"pip install '{EXTRA}'") from error
     return obstore

@@ -133,9 +133,8 @@ def _lock_file(root: Directory, name: str) -> int:
         except OSError as error:
             if system.is_locked_elsewhere(error):
                 raise ConflictError(
-                    f"directory {str(root.path)!r} is being written by another process",
-                    found=_read_record(fd),
-                    hint="close its Saver, or save elsewhere; ranks of one job save together, see RankOptions",
+                    f"{str(root.path)!r} is locked by {_read_record(fd)}; only one process may write to a directory",
+                    hint="end that process, or use another directory; ranks of one job save together: RankOptions",
                 ) from error
             raise io_failed(f"directory {str(root.path)!r} cannot be locked", error) from error
         _write_record(fd)
@@ -148,7 +147,7 @@ def _read_record(fd: int) -> str:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         record = json.loads(system.pread(fd, _RECORD_BYTES_MAX, 0))
         if isinstance(record, dict) and {"pid", "host", "since"} <= record.keys():
-            return f"process {record['pid']} on {record['host']}, since {record['since']}"
+            return f"process {record['pid']} on host {record['host']} since {record['since']}"
     return "an unknown process"
 
 

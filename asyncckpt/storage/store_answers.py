@@ -21,7 +21,7 @@ _REFUSALS = {
     "SignatureDoesNotMatch": (errno.EACCES, "the secret key is not the one of the access key"),
     "ExpiredToken": (errno.EACCES, "the credentials have expired: get new ones"),
     "InvalidToken": (errno.EACCES, "the session token is not valid"),
-    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine is wrong"),
+    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine is off"),
     "QuotaExceeded": (errno.EDQUOT, "the quota of the bucket is used up"),
 }
 _OF_STATUS = {

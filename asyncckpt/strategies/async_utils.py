@@ -329,7 +329,7 @@ def as_request(request: Any) -> AsyncRequest:
         )
     except (AttributeError, KeyError, TypeError) as error:
         what = "an async request has other fields than it should"
-        raise UsageError(what, found=type(request).__name__, expected=AsyncRequest._fields) from error
+        raise UsageError(what, found=type(request), expected=AsyncRequest._fields) from error
 
 
 _leave_to_parent: weakref.WeakSet[ThreadAsyncCaller | AsyncCallsQueue] = weakref.WeakSet()

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
+from asyncckpt.errors import NotFoundError, UnsupportedError, must_be
 from asyncckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from asyncckpt.strategies.mapping import ShardedStateDict, StateDict
 
@@ -33,12 +33,10 @@ async_calls = AsyncCallsQueue()
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
     """Return the default strategy of an action for (backend, version); NotFoundError when there is none."""
     if not isinstance(action, StrategyAction):
-        raise UsageError("action is wrong", found=action, expected="a StrategyAction")
+        raise must_be("action", "a StrategyAction", action)
     known = default_strategies[action.value]
     if (backend, version) not in known:
-        raise NotFoundError(
-            f"there is no default strategy to {action.value}", found=(backend, version), expected=sorted(known)
-        )
+        raise NotFoundError(f"no default strategy to {action.value}", found=(backend, version), expected=sorted(known))
     return known[backend, version]
 
 
@@ -47,7 +45,7 @@ def register_default_strategy(
 ) -> None:
     """Make a strategy the default of an action for (backend, version), in place of one that is. UsageError."""
     if not isinstance(action, StrategyAction):
-        raise UsageError("action is wrong", found=action, expected="a StrategyAction")
+        raise must_be("action", "a StrategyAction", action)
     default_strategies[action.value][backend, version] = strategy
 
 

@@ -109,7 +109,7 @@ def _check(stored: StoredState, tensors: Iterable[tuple[tuple[Any, ...], Any]], 
     if problems:
         more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
         raise IncompatibleError(
-            f"checkpoint {str(stored.path)!r} does not fit, {len(problems)} problems: "
+            f"checkpoint {str(stored.path)!r} does not fit, and nothing was changed: "
             f"{'; '.join(problems[:PROBLEMS_SHOWN_MAX])}{more}",
             hint="nothing was changed",
         )

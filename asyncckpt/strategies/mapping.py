@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]
@@ -69,7 +69,7 @@ class ShardedTensor:
             raise _wrong(self, what, (self.local_shape, self.prepend_axis_num))
         inner = zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
         if self.axis_fragmentations is not None and any(size and offset % size for offset, size in inner):
-            raise _wrong(self, "global_offset is no multiple of local_shape in a regular grid", self.global_offset)
+            raise _wrong(self, "global_offset is not a multiple of local_shape in a regular grid", self.global_offset)
 
     @property
     def has_regular_grid(self) -> bool:
@@ -113,7 +113,7 @@ class ShardedTensor:
         offset, whole, cuts = [0] * len(sizes), list(sizes), [1] * len(sizes)
         for axis, place, count in rank_offsets:
             if not 0 <= axis < len(sizes) or not 0 <= place < count:
-                raise UsageError(f"rank offsets of {key!r} are wrong", found=rank_offsets, expected="(axis, i < n, n)")
+                raise must_be(f"rank offsets of {key!r}", "(axis, i, n) with i < n", rank_offsets)
             offset[axis], whole[axis], cuts[axis] = place * sizes[axis], count * sizes[axis], count
         return cls(
             key,
@@ -219,7 +219,7 @@ def sharded_leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tup
     else:
         raise UsageError(
             f"leaf {shown_path(path)} of a sharded state dict is not sharded",
-            found=type(state).__name__,
+            found=type(state),
             expected="a ShardedTensor or a ShardedObject",
             hint="factories are to be built first; what all ranks share belongs to the common state",
         )

@@ -46,7 +46,7 @@ def pack(value: Any, *, path: Path = ()) -> dict[str, Any]:
 def unpack(packed: Any, *, owner: str) -> Any:
     """Return the object; CorruptError naming `owner` for what `pack` does not make."""
     if not isinstance(packed, Mapping) or packed.keys() != {"value", "kinds"}:
-        raise CorruptError(f"{owner} is no packed object", found=type(packed).__name__)
+        raise CorruptError(f"{owner} is not a packed object", found=type(packed))
     try:
         kinds = {tuple(path): kind for path, kind in packed["kinds"]}
         return _unpacked(packed["value"], (), kinds)

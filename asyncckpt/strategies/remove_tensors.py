@@ -23,7 +23,7 @@ from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks
 from asyncckpt.engine.process.background import background, check_may_wait, result_or_end, rewriters, senders
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
-from asyncckpt.errors import IncompatibleError, UsageError, warn
+from asyncckpt.errors import IncompatibleError, must_be, warn
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain, Manifest
 from asyncckpt.format.strict_json import Json
@@ -50,7 +50,7 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
     remove from it, CorruptError, IndeterminateError, IOFailedError, UsageError.
     """
     if not isinstance(key_prefix, str):
-        raise UsageError("key_prefix is wrong", found=key_prefix, expected="a string")
+        raise must_be("key_prefix", "a string", key_prefix)
     if own_rank(None, None, process_group)[0] != 0:
         return
     check_may_wait("a removal")
@@ -77,9 +77,7 @@ def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
     removed = False
     for part in manifest.parts:
         if part.tree[1] != (TENSORS, OBJECTS):
-            raise IncompatibleError(
-                f"checkpoint of step {manifest.step} was not saved by a strategy", found=part.tree[1]
-            )
+            raise IncompatibleError(f"step {manifest.step} was not saved by a strategy", found=part.tree[1])
         values = values_of(part) | values  # Where ranks differ, the lower one's, as of the objects that they are in.
         for name, kept in ((TENSORS, tensors), (OBJECTS, objects)):
             for key, child in children(part.tree, name):

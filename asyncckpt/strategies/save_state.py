@@ -30,15 +30,15 @@ def state_to_save(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
         if not is_main_replica(leaf.replica_id):
             continue
         if not isinstance(leaf.key, str):
-            raise UsageError(f"leaf {shown_path(path)} has a key that is no string", found=leaf.key)
+            raise UsageError(f"leaf {shown_path(path)} has a key that is not a string", found=leaf.key)
         if is_sharded_object(leaf):
             if leaf.unique_key in objects:
-                raise UsageError("a sharded object is there twice as main replica", found=leaf.unique_key)
+                raise UsageError("a sharded object has two main replicas", found=leaf.unique_key)
             objects[leaf.unique_key] = pack(leaf.data, path=path)
             continue
         if not isinstance(leaf.data, torch.Tensor):
             what = f"sharded tensor {leaf.key!r} at {shown_path(path)} has no data to save"
-            raise UsageError(what, found=type(leaf.data).__name__)
+            raise UsageError(what, found=type(leaf.data))
         tensors[leaf.key] += [(leaf, piece) for piece in pieces_of(leaf, leaf.data.detach())]
     return {TENSORS: {key: _sharded(key, held) for key, held in tensors.items() if held}, OBJECTS: objects}
 
@@ -64,4 +64,4 @@ def _sharded(key: str, held: list[tuple[Any, Piece]]) -> Sharded:
     try:
         return Sharded(whole_shape=tuple(first.global_shape), dtype=first.dtype, pieces=pieces)
     except UsageError as error:
-        raise UsageError(f"sharded tensor {key!r} is wrong: {error}") from error
+        raise UsageError(f"sharded tensor {key!r} cannot be saved: {error}") from error

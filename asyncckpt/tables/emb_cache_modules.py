@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex
 import torch
 from torch import nn
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.model.table import Table
 from asyncckpt.tables.candidates import CANDIDATES_MAX
 from asyncckpt.tables.embedding import HashEmbedding, HashEmbeddingBag
@@ -66,10 +66,9 @@ class EmbCacheTableConfig:
         names = self.feature_names
         is_sequence = isinstance(names, Sequence) and not isinstance(names, str)
         if not is_sequence or not names or not all(isinstance(name, str) and name for name in names):
-            expected = "a sequence of at least one non-empty str"
-            raise UsageError(f"feature_names of table {self.name!r} are wrong", found=names, expected=expected)
+            raise must_be(f"feature_names of table {self.name!r}", "a sequence of at least one non-empty str", names)
         if self.pooling not in POOLINGS:
-            raise UsageError(f"pooling of table {self.name!r} is wrong", found=self.pooling, expected=POOLINGS)
+            raise must_be(f"pooling of table {self.name!r}", POOLINGS, self.pooling)
 
     def new_table(self, *, shard: tuple[int, int], device: torch.device | str) -> MultiLevelTable:
         """Make the table with its cache level on `device`. Raises UsageError like MultiLevelTable."""
@@ -250,11 +249,11 @@ class EmbCacheEmbeddingCollection(EmbCacheCollection):
 
 def _checked_configs(tables: object) -> tuple[EmbCacheTableConfig, ...]:
     if not isinstance(tables, Sequence) or not tables:
-        raise UsageError("tables of a collection are wrong", found=tables, expected="at least one EmbCacheTableConfig")
+        raise must_be("tables of a collection", "a list of at least one EmbCacheTableConfig", tables)
     names: set[str] = set()
     for config in tables:
         if not isinstance(config, EmbCacheTableConfig):
-            raise UsageError("table of a collection is wrong", found=type(config), expected=EmbCacheTableConfig)
+            raise must_be("table of a collection", EmbCacheTableConfig, type(config))
         if config.name in names:
             raise UsageError("two tables of a collection have one name", found=config.name)
         names.add(config.name)

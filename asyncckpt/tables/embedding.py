@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.model.table import Role, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.gradients import PendingGradients
@@ -94,7 +94,7 @@ class HashEmbedding(nn.Module):
         self.table: TrainableTable
         if isinstance(table, TrainableTable):
             if optimizer_slots is not None or initializer is not None:
-                what = f"table {table.name!r} exists already, its slots and initializer are set"
+                what = f"table {table.name!r} already exists, its slots and initializer are set"
                 raise UsageError(what, hint="give them to HashTable, or a dim instead of the table")
             self.table = table
         else:
@@ -139,7 +139,7 @@ class HashEmbedding(nn.Module):
         The distinct ids are ascending, so that no result depends on row numbers.
         """
         if not isinstance(ids, torch.Tensor):
-            raise UsageError(f"ids for table {self.table.name!r} are wrong", found=type(ids), expected=torch.Tensor)
+            raise must_be(f"ids for table {self.table.name!r}", "a torch.Tensor", type(ids))
         flat = flat_ids(ids, table=self.table.name)
         distinct, inverse, mentions = np.unique(flat, return_inverse=True, return_counts=True)
         places = sent(torch.from_numpy(inverse).view(ids.shape), self.table.device)
@@ -191,7 +191,7 @@ class HashEmbeddingBag(HashEmbedding):
         step_column: str | None = None,
     ) -> None:
         if mode not in BAG_MODES:
-            raise UsageError("mode of HashEmbeddingBag is wrong", found=mode, expected=BAG_MODES)
+            raise must_be("mode of HashEmbeddingBag", BAG_MODES, mode)
         super().__init__(
             table, name=name, optimizer_slots=optimizer_slots, initializer=initializer, step_column=step_column
         )
@@ -222,12 +222,12 @@ class HashEmbeddingBag(HashEmbedding):
         what = f"of a bag lookup in table {self.table.name!r}"
         if not isinstance(ids, torch.Tensor) or ids.dim() not in (1, 2):
             found = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids)
-            raise UsageError(f"ids {what} are wrong", found=found, expected="int64 [n] or [bags, ids per bag]")
+            raise must_be(f"ids {what}", "an int64 tensor [n] or [bags, ids per bag]", found)
         if ids.dim() == 2 and offsets is not None:
             raise UsageError(f"offsets {what} make no sense with ids [bags, ids per bag]", found=tuple(offsets.shape))
         if ids.dim() == 1 and (not isinstance(offsets, torch.Tensor) or offsets.dim() != 1):
             offsets_found = tuple(offsets.shape) if isinstance(offsets, torch.Tensor) else type(offsets)
-            raise UsageError(f"offsets {what} are wrong", found=offsets_found, expected="an int64 tensor [bags]")
+            raise must_be(f"offsets {what}", "an int64 tensor [bags]", offsets_found)
         if offsets is not None and offsets.dtype is not torch.int64:
             raise UsageError(f"offsets {what} have the wrong dtype", found=offsets.dtype, expected=torch.int64)
         if weights is None:
@@ -236,7 +236,7 @@ class HashEmbeddingBag(HashEmbedding):
             raise UsageError(f"per_sample_weights {what} need mode 'sum'", found=self.mode)
         if weights.shape != ids.shape:
             shape = tuple(weights.shape)
-            raise UsageError(f"per_sample_weights {what} are wrong", found=shape, expected=tuple(ids.shape))
+            raise must_be(f"per_sample_weights {what}", f"of shape {tuple(ids.shape)}", shape)
 
 
 def _checked_step(step: SupportsIndex, *, table: str) -> int:
@@ -247,7 +247,7 @@ def _checked_step(step: SupportsIndex, *, table: str) -> int:
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None or not -(2**63) <= number < 2**63:
-        raise UsageError(f"step for table {table!r} is wrong", found=step, expected="an int64 or None")
+        raise must_be(f"step for table {table!r}", "an int64 or None", step)
     return number
 
 
@@ -255,8 +255,8 @@ def _checked_step_column(table: TrainableTable, name: str | None) -> str | None:
     found = _scalar_column(table, LAST_SEEN_COLUMN if name is None else name)
     if found is not None or name is None:
         return found
-    column, expected = table.schema().column(name), "an int64 metadata column of row shape ()"
-    raise UsageError(f"step column {name!r} of table {table.name!r} is wrong", found=column, expected=expected)
+    what = f"step column {name!r} of table {table.name!r}"
+    raise must_be(what, "an int64 metadata column of row shape ()", table.schema().column(name))
 
 
 def _scalar_column(table: TrainableTable, name: str) -> str | None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import must_be
 from asyncckpt.native import I64
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -45,9 +45,9 @@ class Uniform:
 
     def __post_init__(self) -> None:
         if not isinstance(self.bound, (int, float)) or not math.isfinite(self.bound) or self.bound < 0:
-            raise UsageError("bound of Uniform is wrong", found=self.bound, expected="a finite number >= 0")
+            raise must_be("bound of Uniform", "a finite number >= 0", self.bound)
         if not isinstance(self.seed, int):
-            raise UsageError("seed of Uniform is wrong", found=self.seed, expected="an int")
+            raise must_be("seed of Uniform", "an int", self.seed)
 
     def rows(self, ids: I64, *, dim: int) -> FloatRows:
         """Return the initial rows, float32 [n, dim], of ids, int64 [n]."""
@@ -85,8 +85,8 @@ def check_initializer(initializer: object, *, table: str) -> None:
         return
     if isinstance(initializer, (int, float)) and not isinstance(initializer, bool):
         return
-    expected = "None, a number, Uniform or a function of ids to rows"
-    raise UsageError(f"initializer of table {table!r} is wrong", found=initializer, expected=expected)
+    rule = "None, a number, a Uniform or a function of ids to rows"
+    raise must_be(f"initializer of table {table!r}", rule, initializer)
 
 
 def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 
 OFFSET_DTYPES = (torch.int64, torch.int32)
 
@@ -31,8 +31,8 @@ class Feature:
 def feature_of(batch: Any, name: str, *, weighted: bool) -> Feature:
     """Return one feature of a batch, checked. Raises UsageError."""
     if not callable(getattr(batch, "keys", None)) or not hasattr(batch, "__getitem__"):
-        expected = "a KeyedJaggedTensor, or a mapping of feature to (values, offsets)"
-        raise UsageError("batch of a collection is wrong", found=type(batch), expected=expected)
+        rule = "a KeyedJaggedTensor, or a mapping of feature to (values, offsets)"
+        raise must_be("batch of a collection", rule, type(batch))
     known = list(batch.keys())
     if name not in known:
         raise UsageError(f"batch lacks feature {name!r}", found=known)
@@ -42,7 +42,7 @@ def feature_of(batch: Any, name: str, *, weighted: bool) -> Feature:
     if weighted:
         raise UsageError(f"feature {name!r} has no weights", expected="a KeyedJaggedTensor with weights")
     if not isinstance(item, (tuple, list)) or len(item) != 2:
-        raise UsageError(f"feature {name!r} is wrong", found=type(item), expected="(values, offsets)")
+        raise must_be(f"feature {name!r}", "(values, offsets)", type(item))
     values, offsets = item
     return Feature(values=_checked_values(values, name), offsets=_checked_offsets(offsets, values, name), weights=None)
 
@@ -61,7 +61,7 @@ def _from_jagged_tensor(item: Any, name: str, *, weighted: bool) -> Feature:
 def _checked_values(values: object, name: str) -> torch.Tensor:
     if not isinstance(values, torch.Tensor) or values.dim() != 1:
         found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values)
-        raise UsageError(f"values of feature {name!r} are wrong", found=found, expected="an int64 tensor [n]")
+        raise must_be(f"values of feature {name!r}", "an int64 tensor [n]", found)
     if values.dtype is not torch.int64:
         # Features of a table are concatenated, which would silently convert other dtypes to int64.
         what = f"values of feature {name!r} have the wrong dtype"
@@ -70,15 +70,15 @@ def _checked_values(values: object, name: str) -> torch.Tensor:
 
 
 def _checked_offsets(offsets: object, values: torch.Tensor, name: str) -> torch.Tensor:
-    what = f"offsets of feature {name!r} are wrong"
+    what = f"offsets of feature {name!r}"
     if not isinstance(offsets, torch.Tensor) or offsets.dtype not in OFFSET_DTYPES or offsets.dim() != 1:
         found = (offsets.dtype, tuple(offsets.shape)) if isinstance(offsets, torch.Tensor) else type(offsets)
-        raise UsageError(what, found=found, expected="an int64 or int32 tensor [batch + 1]")
+        raise must_be(what, "an int64 or int32 tensor [batch + 1]", found)
     offsets = offsets.detach().cpu().to(torch.int64)
     ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else None
     if ends != (0, len(values)) or bool((offsets[1:] < offsets[:-1]).any()):
-        expected = f"ascending from 0 to {len(values)}, the number of values"
-        raise UsageError(what, found=offsets[:16].tolist(), expected=expected, hint="one more offset than samples")
+        rule = f"one more than samples, ascending from 0 to {len(values)}, the number of values"
+        raise must_be(what, rule, offsets[:16].tolist())
     return offsets
 
 

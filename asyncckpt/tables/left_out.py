@@ -74,7 +74,7 @@ def check_all_taken(state: object, taken: Iterable[Table], *, hint: str) -> None
     """
     found = _named(tables_held(state, taken, with_noted=True))
     if found:
-        raise UsageError("tables of a module would be left out of the checkpoint", found=shown(found), hint=hint)
+        raise UsageError(f"tables of a module would not be saved: {shown(found)}", hint=hint)
 
 
 def tables_left_out(state: object, taken: Iterable[Table]) -> tuple[str, ...]:

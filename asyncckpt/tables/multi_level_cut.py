@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.model.table import ID_COLUMN, CacheCopy
 from asyncckpt.native import I64
 from asyncckpt.signals import Guard
@@ -111,7 +111,7 @@ class MultiLevelCut(HashTableCut):
         if self._open is not None:
             raise UsageError(f"be_deferred of a cut of table {self._table!r} was called before")
         if window_rows < 1:
-            raise UsageError(f"window_rows of table {self._table!r} is wrong", found=window_rows, expected=">= 1")
+            raise must_be(f"window_rows of table {self._table!r}", "at least 1", window_rows)
         assert len(copy.map) == len(self._cache.host_rows)
         assert copy.columns.keys() == self._cache.columns().keys()
         places = CutPlaces(self.runs, rows_count=self.rows_count, window_rows=window_rows)
@@ -140,8 +140,7 @@ class MultiLevelCut(HashTableCut):
         """
         log, overlay = self._opened()
         if not 0 <= index < log.places.windows_count:
-            what = f"window of a cut of table {self._table!r} is wrong"
-            raise UsageError(what, found=index, expected=f"below {log.places.windows_count}")
+            raise must_be(f"window of a cut of table {self._table!r}", f"below {log.places.windows_count}", index)
         with log.reading(index):
             runs = log.places.runs_of(index)
             for name, target in targets.items():

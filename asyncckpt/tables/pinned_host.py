@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from asyncckpt.errors import DeviceError, UnsupportedError, UsageError
+from asyncckpt.errors import DeviceError, UnsupportedError, UsageError, Words
 from asyncckpt.native import I64, U8, Memory, UnusableLibrary, core, paged
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure, load_cuda_library
 from asyncckpt.signals import uninterrupted
@@ -118,7 +118,7 @@ class HostReadingDevice(CudaRowDevice):
         except DeviceFailure as error:
             raise DeviceError(
                 f"{bytes} bytes for a column of a table could not be pinned",
-                found=str(error),
+                found=Words(error),
                 hint="leave pin_host_memory out, or let the process lock more memory",
             ) from error
 
@@ -139,9 +139,9 @@ def pinned_levels(table: str, device: torch.device) -> tuple[RowDevice, RowDevic
     """
     what = f"pin_host_memory of table {table!r}"
     if not torch.cuda.is_available():
-        raise UnsupportedError(f"{what} needs CUDA", found="no CUDA device", hint="leave it out")
+        raise UnsupportedError(f"{what} needs CUDA", found=Words("no CUDA device"), hint="leave it out")
     if device.type != "cuda":
-        raise UsageError(f"{what} is for a cache on a CUDA device", found=str(device), expected="device='cuda'")
+        raise UsageError(f"{what} is for a cache on a CUDA device", found=Words(device), expected="device='cuda'")
     library = _library(device)
     if library is None:
         return CudaRowDevice(device), RowDevice(torch.device("cpu"))

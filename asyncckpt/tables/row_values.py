@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be, nearest
 from asyncckpt.model.table import TableSchema
 from asyncckpt.native import I64, U8
 from asyncckpt.tables.row_device import sent, spread
@@ -91,13 +91,13 @@ class RowValues:
         number = values.item() if isinstance(values, np.generic) else values
         if isinstance(number, (int, float)):
             if not _holds(dtype, number):
-                raise UsageError(f"{what} are wrong", found=values, expected=f"a number of {dtype}")
+                raise must_be(what, f"a number of {dtype}", values)
             number = float(number) if dtype.is_floating_point else int(number)
             values = torch.full(shape, number, dtype=dtype, device=self._level.place.device)
         if not isinstance(values, torch.Tensor):
-            raise UsageError(f"{what} are wrong", found=type(values), expected="torch.Tensor or a number")
+            raise must_be(what, "a torch.Tensor or a number", type(values))
         if values.dtype is not dtype or tuple(values.shape) != shape:
-            raise UsageError(f"{what} are wrong", found=(values.dtype, tuple(values.shape)), expected=(dtype, shape))
+            raise must_be(what, f"{dtype} of shape {shape}", (values.dtype, tuple(values.shape)))
         if any(_overlaps(values, column) for column in self._level.columns().values()):
             values = values.detach().clone()  # A view of the table would be written while it is read.
         self._values[name] = values
@@ -114,11 +114,11 @@ class RowValues:
 
     def _column(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         if self._is_ended:
-            raise UsageError(f"rows of table {self._table!r} were used after their end", found=name)
+            raise UsageError(f"{name!r} was used after the `with table.rows(...)` block of table {self._table!r}")
         column = self._schema.column(name)
         if column is None or name not in self._level.columns():
-            expected = list(self._level.columns())
-            raise UsageError(f"table {self._table!r} has no such column", found=name, expected=expected)
+            known = list(self._level.columns())
+            raise UsageError(f"table {self._table!r} has no column {name!r}", expected=known, hint=nearest(name, known))
         return column.row_shape, column.dtype
 
 

@@ -18,7 +18,7 @@ from typing import TypeAlias, cast
 import torch
 
 from asyncckpt.arguments import check_int
-from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.errors import UnsupportedError, UsageError, must_be
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 
 EMBEDDING_COLUMN = "embedding"
@@ -81,14 +81,14 @@ def _items(specs: object, *, role: Role) -> list[tuple[str, object]]:
     if specs is None:
         return []
     if not isinstance(specs, Mapping):
-        raise UsageError(f"{role.value} columns of a table are not a mapping of name to spec", found=specs)
+        raise must_be(f"{role.value} columns of a table", "a mapping of name to spec", specs)
     return list(specs.items())
 
 
 def _check_slot_name(name: object, *, role: Role, taken: list[str]) -> None:
     what = f"name of a column for {role.value}"
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{what} is wrong", found=name, expected="a non-empty str")
+        raise must_be(what, "a non-empty str", name)
     if "@" in name:
         raise UsageError(f"{what} holds '@'", found=name, hint="'@' parts table and column in block names")
     if name in (ID_COLUMN, EMBEDDING_COLUMN):
@@ -108,11 +108,10 @@ def _resolve_slot(name: str, spec: object, *, table_dtype: torch.dtype, plain_sh
         case tuple():
             slot = Slot(dtype=table_dtype, row_shape=spec)
         case _:
-            expected = "a torch.dtype, a row shape, (dtype, row shape) or Slot"
-            raise UsageError(f"spec of column {name!r} is wrong", found=spec, expected=expected)
+            raise must_be(f"spec of column {name!r}", "a torch.dtype, a row shape, (dtype, row shape) or Slot", spec)
     _check_dtype(f"dtype of column {name!r}", slot.dtype, allowed=SLOT_DTYPES)
     if not isinstance(slot.row_shape, tuple) or not all(type(size) is int and size >= 1 for size in slot.row_shape):
-        raise UsageError(f"row shape of column {name!r} is wrong", found=slot.row_shape, expected="a tuple of int >= 1")
+        raise must_be(f"row shape of column {name!r}", "a tuple of ints of at least 1", slot.row_shape)
     _check_fill(f"fill of column {name!r}", slot)
     # A torch.Size is a tuple too; the schema has plain ones.
     return Slot(dtype=slot.dtype, row_shape=tuple(slot.row_shape), fill=slot.fill)
@@ -120,7 +119,7 @@ def _resolve_slot(name: str, spec: object, *, table_dtype: torch.dtype, plain_sh
 
 def _check_fill(what: str, slot: Slot) -> None:
     if not isinstance(slot.fill, (int, float)):
-        raise UsageError(f"{what} is wrong", found=slot.fill, expected="a number")
+        raise must_be(what, "a number", slot.fill)
     if slot.dtype in WEIGHT_DTYPES:
         return
     if slot.dtype is torch.bool:
@@ -133,6 +132,6 @@ def _check_fill(what: str, slot: Slot) -> None:
 
 def _check_dtype(what: str, dtype: object, *, allowed: tuple[torch.dtype, ...]) -> None:
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"{what} is wrong", found=dtype, expected="a torch.dtype")
+        raise must_be(what, "a torch.dtype", dtype)
     if dtype not in allowed:
         raise UnsupportedError(f"{what} is not supported", found=dtype, expected=allowed)

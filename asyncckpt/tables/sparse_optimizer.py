@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.model.table import Role
 from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.embedding import HashEmbedding, TrainableTable
@@ -97,8 +97,7 @@ class TableParameter(torch.Tensor):
         now = None if entry is None else entry.leaf.grad
         found = (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
         if entry is None or now is None or found != (now.shape, now.dtype, now.device):
-            expected = "None, or a tensor like the pending gradient"
-            raise UsageError(f"gradient of table {self.table.name!r} is wrong", found=found, expected=expected)
+            raise must_be(f"gradient of table {self.table.name!r}", "None or a tensor like the pending gradient", found)
         entry.leaf.grad = value
 
 
@@ -142,7 +141,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def optimizer_slots(cls, *, rowwise: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, SlotSpec]:
         """Return the slots that a new table needs, by name; rowwise: the last one has row shape ()."""
         if dtype not in WEIGHT_DTYPES:
-            raise UsageError(f"dtype of slots of {cls.__name__} is wrong", found=dtype, expected=WEIGHT_DTYPES)
+            raise must_be(f"dtype of slots of {cls.__name__}", WEIGHT_DTYPES, dtype)
         if rowwise and not cls._may_be_rowwise:
             raise UsageError(f"{cls.__name__} has no row-wise form", found=rowwise)
         specs: dict[str, SlotSpec] = dict.fromkeys(cls._slot_parts, dtype)
@@ -160,7 +159,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         All modules of a table that the optimizer shall update are in one group.
         """
         if not isinstance(param_group, Mapping) or "params" not in param_group:
-            raise UsageError("group of a sparse optimizer is wrong", found=param_group, expected='{"params": modules}')
+            raise must_be("group of a sparse optimizer", '{"params": modules}', param_group)
         group = {**self.defaults, **param_group}
         if isinstance(group["slots"], Mapping):
             group["slots"] = self._named_slots(group["slots"])
@@ -198,16 +197,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Raise UsageError for a state that `load_state_dict` does not take."""
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict)
-            raise UsageError("state of a sparse optimizer is wrong", found=found, expected=["param_groups", "state"])
+            raise must_be("state of a sparse optimizer", "a mapping with 'param_groups' and 'state'", found)
         groups = state_dict["param_groups"]
         if not isinstance(groups, list) or len(groups) != len(self.param_groups):
-            expected = f"{len(self.param_groups)} groups"
-            raise UsageError("groups of the state of a sparse optimizer are wrong", found=groups, expected=expected)
+            raise must_be("param_groups of the state of a sparse optimizer", f"{len(self.param_groups)} groups", groups)
         for own, group in zip(self.param_groups, groups, strict=True):
             self._check_stored(own, group)
         steps = state_dict["state"]
         if not isinstance(steps, Mapping) or not all(_is_state(state) for state in steps.values()):
-            raise UsageError("steps of the state of a sparse optimizer are wrong", found=steps)
+            raise must_be("state of a sparse optimizer", "a mapping of parameter to {'step': int}", steps)
 
     # -- for each of the optimizers ------------------------------------------------------------------------------------
 
@@ -243,8 +241,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             return list(self._slot_parts)
         named = slots if isinstance(slots, Mapping) else None
         if named is None or not set(named) <= set(self._slot_parts):
-            expected = f"a mapping of {list(self._slot_parts)} to names of slots"
-            raise UsageError("slots of a sparse optimizer are wrong", found=slots, expected=expected)
+            rule = f"a mapping of {list(self._slot_parts)} to names of slots"
+            raise must_be("slots of a sparse optimizer", rule, slots)
         return [named.get(part, part) for part in self._slot_parts]
 
     def _names(self) -> list[str]:
@@ -272,20 +270,20 @@ class SparseOptimizer(torch.optim.Optimizer):
                 continue
             slots = group[name]
             if not isinstance(slots, (list, tuple)) or len(slots) != len(self._slot_parts):
-                raise UsageError("slots of a sparse optimizer are wrong", found=slots, expected=self._slot_parts)
+                raise must_be("slots of a sparse optimizer", f"names for {list(self._slot_parts)}", slots)
         return numbers
 
     def _check_stored(self, own: dict[str, Any], stored: object) -> None:
-        expected = sorted(self._names())
-        if not isinstance(stored, Mapping) or not set(expected) <= set(stored):
+        names = sorted(self._names())
+        if not isinstance(stored, Mapping) or not set(names) <= set(stored):
             found = sorted(map(str, stored)) if isinstance(stored, Mapping) else type(stored)
-            raise UsageError("group of the state of a sparse optimizer is wrong", found=found, expected=expected)
+            raise must_be("group of the state of a sparse optimizer", f"a mapping with {names}", found)
         if stored.get("tables") != own["tables"]:
             what = "state of a sparse optimizer is that of other tables"
             raise UsageError(what, found=stored.get("tables"), expected=own["tables"])
         params = stored.get("params")
         if not isinstance(params, list) or len(params) != len(own["params"]):
-            raise UsageError("params of the state of a sparse optimizer are wrong", found=params)
+            raise must_be("params of the state of a sparse optimizer", f"{len(own['params'])} of them", params)
         self._read_group({**own, **stored, "params": own["params"]}, is_new=False)
 
 
@@ -293,8 +291,8 @@ def read_number(name: str, value: object, *, is_new: bool) -> float:
     """Return a finite number as a float; that of a new group is at least 0."""
     number = _as_float(value)
     if not math.isfinite(number) or (is_new and number < 0):
-        expected = "a finite number >= 0" if is_new else "a finite number"
-        raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected=expected)
+        rule = "a finite number >= 0" if is_new else "a finite number"
+        raise must_be(f"{name} of a sparse optimizer", rule, value)
     return number
 
 
@@ -302,7 +300,7 @@ def read_positive(name: str, value: object, *, is_new: bool) -> float:
     """Return a finite number as a float; that of a new group is above 0."""
     number = read_number(name, value, is_new=is_new)
     if is_new and number == 0:
-        raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected="a finite number > 0")
+        raise must_be(f"{name} of a sparse optimizer", "a finite number > 0", value)
     return number
 
 
@@ -310,14 +308,14 @@ def read_betas(name: str, value: object, *, is_new: bool) -> tuple[float, ...]:
     """Return two numbers below 1 as floats; those of a new group are at least 0, others above -1."""
     betas = tuple(_as_float(beta) for beta in value) if isinstance(value, (tuple, list)) else ()
     if len(betas) != 2 or not all(abs(beta) < 1 and (beta >= 0 or not is_new) for beta in betas):
-        raise UsageError(f"{name} of a sparse optimizer are wrong", found=value, expected="two numbers in [0, 1)")
+        raise must_be(f"{name} of a sparse optimizer", "two numbers in [0, 1)", value)
     return betas
 
 
 def read_flag(name: str, value: object, *, is_new: bool) -> bool:
     """Return a bool."""
     if not isinstance(value, bool):
-        raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected="a bool")
+        raise must_be(f"{name} of a sparse optimizer", "a bool", value)
     return value
 
 
@@ -344,8 +342,7 @@ def _listed(modules: object) -> list[Any]:
     if isinstance(modules, nn.Module):
         return [modules]
     if not isinstance(modules, Iterable):
-        expected = "nn.Module or several"
-        raise UsageError("modules of a sparse optimizer are wrong", found=type(modules), expected=expected)
+        raise must_be("modules of a sparse optimizer", "an nn.Module or several", type(modules))
     return list(modules)
 
 
@@ -360,7 +357,7 @@ def _hash_modules(modules: object) -> list[HashEmbedding]:
     found: dict[int, HashEmbedding] = {}
     for root in _listed(modules):
         if not isinstance(root, nn.Module):
-            raise UsageError("module of a sparse optimizer is wrong", found=type(root), expected=nn.Module)
+            raise must_be("module of a sparse optimizer", "an nn.Module", type(root))
         found.update((id(module), module) for module in root.modules() if isinstance(module, HashEmbedding))
     if not found:
         raise UsageError("modules of a sparse optimizer hold no HashEmbedding or HashEmbeddingBag", found=modules)
@@ -372,8 +369,8 @@ def _check_slot(table: TrainableTable, name: object, *, may_be_rowwise: bool) ->
     is_slot = column is not None and column.role is Role.OPTIMIZER and column.dtype.is_floating_point
     shapes = ((table.dim,), ()) if may_be_rowwise else ((table.dim,),)
     if column is None or not is_slot or column.row_shape not in shapes:
-        expected = f"a floating-point optimizer slot of row shape {' or '.join(map(str, shapes))}"
-        raise UsageError(f"slot {name!r} of table {table.name!r} is wrong", found=column, expected=expected)
+        rule = f"a floating-point optimizer slot of row shape {' or '.join(map(str, shapes))}"
+        raise must_be(f"slot {name!r} of table {table.name!r}", rule, column)
 
 
 def _is_state(state: object) -> bool:

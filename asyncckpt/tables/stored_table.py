@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch.optim.swa_utils import AveragedModel
 
 from asyncckpt.arguments import check_int
-from asyncckpt.errors import UnsupportedError, UsageError, warn
+from asyncckpt.errors import UnsupportedError, UsageError, Words, warn
 from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import IdsHeld, TableSchema
 from asyncckpt.model.table_shard import Shard
@@ -201,7 +201,7 @@ class StoredTable(LockedTable):
                 if ids.size and expired.all() and is_unset(numbers, fill).all():
                     what = f"eviction from table {self._name!r} would remove all ids, by a column nobody has written"
                     hint = "set the step of the modules that stamp it, or remove all ids by clear()"
-                    raise UsageError(what, found=f"{column!r} is {fill} everywhere", hint=hint)
+                    raise UsageError(what, found=Words(f"{column!r} is {fill} everywhere"), hint=hint)
             evicted_count = self._remove(ids[expired])
             self._store.counts.removed_count -= evicted_count
             self._store.counts.evicted_count += evicted_count
@@ -298,6 +298,6 @@ def _check_not_averaged(table: str) -> None:
         frame = back
         if frame.f_code is AveragedModel.__init__.__code__:
             raise UnsupportedError(
-                f"table {table!r} cannot be averaged: AveragedModel averages parameters, and rows of tables are none",
+                f"table {table!r} cannot be averaged: AveragedModel averages parameters, which rows of tables are not",
                 hint="average the modules without tables: AveragedModel(model.dense)",
             )

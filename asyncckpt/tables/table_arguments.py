@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from asyncckpt.arguments import check_type
-from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.errors import UnsupportedError, UsageError, Words, must_be, nearest
 from asyncckpt.model.owned_ids import owned_mask, remainders
 from asyncckpt.model.table import IdsHeld, Role, TableSchema
 from asyncckpt.model.table_shard import Shard, buckets_of, described, is_shard
@@ -25,14 +25,14 @@ from asyncckpt.tables.slots import EMBEDDING_COLUMN
 def check_name(name: object) -> None:
     """Check the name of a table."""
     if not isinstance(name, str) or not name or "@" in name:
-        raise UsageError("name of a table is wrong", found=name, expected="a non-empty str without '@'")
+        raise must_be("name of a table", "a non-empty str without '@'", name)
 
 
 def check_shard(name: str, shard: object, *, replicated: object) -> None:
     """Check the shard of a table, and that it is not a replica and a shard."""
     if not is_shard(shard):
         expected = "(index, count), 0 <= index < count, or (begin, end, size), 0 <= begin < end <= size"
-        raise UsageError(f"shard of table {name!r} is wrong", found=shard, expected=expected)
+        raise must_be(f"shard of table {name!r}", expected, shard)
     check_type(f"replicated of table {name!r}", replicated, bool)
     if replicated and shard != (0, 1):
         hint = "a replica holds all ids, a shard those of its rank"
@@ -47,14 +47,14 @@ def checked_device(name: str, device: torch.device | str) -> torch.device:
     try:
         checked = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"device of table {name!r} is wrong", found=device) from error
+        raise must_be(f"device of table {name!r}", "a device of torch", device) from error
     if checked.type == "meta":
-        raise UsageError(f"device of table {name!r} is wrong", found=device, hint="rows need memory")
+        raise must_be(f"device of table {name!r}", "one that has memory", device)
     if checked.type != "cuda":
         return checked
     count = torch.cuda.device_count()
     if not torch.cuda.is_available() or (checked.index or 0) >= count:
-        raise UnsupportedError(f"device of table {name!r} is not there", found=device, expected=f"{count} CUDA devices")
+        raise UnsupportedError(f"device of table {name!r} does not exist", found=device, expected=f"{count} devices")
     return torch.device("cuda", torch.cuda.current_device() if checked.index is None else checked.index)
 
 
@@ -62,7 +62,7 @@ def check_slot(schema: TableSchema, name: object, *, table: str) -> None:
     """Check that name is an optimizer slot or a metadata column."""
     slots = [column.name for column in schema.columns if column.role in (Role.OPTIMIZER, Role.METADATA)]
     if name not in slots:
-        raise UsageError(f"table {table!r} has no such slot", found=name, expected=slots)
+        raise UsageError(f"table {table!r} has no slot {name!r}", expected=slots, hint=nearest(name, slots))
 
 
 def checked_values(
@@ -77,7 +77,7 @@ def checked_values(
         column = schema.column(name)
         assert column is not None
         if not isinstance(value, torch.Tensor):
-            raise UsageError(f"{what} are wrong", found=type(value), expected=torch.Tensor)
+            raise must_be(what, "a torch.Tensor", type(value))
         if value.dtype is not column.dtype:
             hint = f"use values.to({column.dtype})"
             raise UsageError(f"{what} have the wrong dtype", found=value.dtype, expected=column.dtype, hint=hint)
@@ -93,16 +93,15 @@ def check_eviction(schema: TableSchema, column: object, below: object, older_tha
     found = schema.column(column) if isinstance(column, str) else None
     if found is None or found.role is not Role.METADATA or found.row_shape != ():
         known = [c.name for c in schema.columns if c.role is Role.METADATA and c.row_shape == ()]
-        what = f"column for an eviction from table {table!r} is wrong"
-        raise UsageError(what, found=column, expected=f"a metadata column of row shape (), one of {known}")
-    what = f"from table {table!r} is wrong"
+        rule = f"a metadata column of row shape (), one of {known}"
+        raise must_be(f"column for an eviction from table {table!r}", rule, column, hint=nearest(column, known))
     if (below is None) == (older_than is None):
         found_both = {"below": below, "older_than": older_than}
-        raise UsageError(f"bound of an eviction {what}", found=found_both, expected="one of them")
+        raise UsageError(f"an eviction from table {table!r} needs either below or older_than", found=found_both)
     if below is not None and not _is_number(below):
-        raise UsageError(f"bound of an eviction {what}", found=below, expected="a number")
+        raise must_be(f"below of an eviction from table {table!r}", "a number", below)
     if older_than is not None and not (_is_number(older_than) and older_than >= 0):  # type: ignore[operator]
-        raise UsageError(f"age of an eviction {what}", found=older_than, expected="a number >= 0")
+        raise must_be(f"older_than of an eviction from table {table!r}", "a number >= 0", older_than)
 
 
 def _is_number(value: object) -> bool:
@@ -126,8 +125,7 @@ def flat_ids(ids: IdsLike, *, table: str) -> I64:
         return flat
     if isinstance(ids, (torch.Tensor, np.ndarray)):
         raise _wrong_dtype(table, ids)
-    expected = "an int64 torch.Tensor or numpy.ndarray"
-    raise UsageError(f"ids for table {table!r} are wrong", found=type(ids), expected=expected)
+    raise must_be(f"ids for table {table!r}", "an int64 torch.Tensor or numpy.ndarray", type(ids))
 
 
 def flat_rows(rows: RowsLike, *, end: int, table: str) -> I64:
@@ -136,7 +134,7 @@ def flat_rows(rows: RowsLike, *, end: int, table: str) -> I64:
     flat = _flat(rows)
     if flat is None:
         found = rows.dtype if isinstance(rows, (torch.Tensor, np.ndarray)) else type(rows)
-        raise UsageError(f"{what} are wrong", found=found, expected="an int64 torch.Tensor or numpy.ndarray")
+        raise must_be(what, "an int64 torch.Tensor or numpy.ndarray", found)
     if flat.size and (int(flat.min()) < -1 or int(flat.max()) >= end):
         wrong = flat[(flat < -1) | (flat >= end)]
         hint = "rows are what lookup returned, -1 for an id without one"
@@ -149,11 +147,11 @@ def one_id(value: object, *, table: str) -> I64:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         ids = flat_ids(value, table=table)
         if ids.size != 1:
-            raise UsageError(f"one id for table {table!r} was asked for", found=tuple(value.shape))
+            raise must_be(f"id for table {table!r}", "one id", Words(f"shape {tuple(value.shape)}"))
         return ids
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_int or not -(2**63) <= int(value) < 2**63:  # type: ignore[call-overload]
-        raise UsageError(f"id for table {table!r} is wrong", found=value, expected="an int that fits int64")
+        raise must_be(f"id for table {table!r}", "an int that fits int64", value)
     return np.array([value], dtype=np.int64)
 
 
@@ -172,10 +170,10 @@ def check_owned(ids: I64, *, shard: Shard, table: str) -> None:
         return
     begin, end, size = buckets_of(shard)
     first = ids[[int(np.argmin(owned))]]
-    what = f"id {int(first[0])} does not belong to {described(shard)} of table {table!r}"
-    expected = begin if end == begin + 1 else f"from {begin} to {end - 1}"
-    found = int(remainders(first, size=size)[0])
-    raise UsageError(what, expected=expected, found=found, hint="select ids with table.owns(ids) first")
+    bucket = int(remainders(first, size=size)[0])
+    where = f"shard {bucket} of {size}" if end == begin + 1 else f"bucket {bucket} of {size}"
+    what = f"id {int(first[0])} belongs to {where}, and table {table!r} holds {described(shard)}"
+    raise UsageError(what, hint="select ids with table.owns(ids) first")
 
 
 def _flat(values: object) -> I64 | None:

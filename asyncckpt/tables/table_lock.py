@@ -27,7 +27,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import DeadlineError, UsageError, nearest
 from asyncckpt.model.table import ID_COLUMN, CutVersion, RowWatcher, TableSchema
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
@@ -215,8 +215,8 @@ class HeldTable:
 
     def _one_of(self, columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         if name not in columns:
-            what = f"table {self._table!r} has no such column"
-            raise UsageError(what, found=name, expected=[ID_COLUMN, *columns])
+            known = [ID_COLUMN, *columns]
+            raise UsageError(f"table {self._table!r} has no column {name!r}", expected=known, hint=nearest(name, known))
         return columns[name]
 
     @uninterrupted

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_int, check_type
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, nearest
 from asyncckpt.model.table import Role, Table
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64, U8
@@ -154,7 +154,7 @@ class TrainedTable(StoredTable):
         flat = flat_ids(ids, table=self._name)
         names = [column.name for column in self._schema.columns if column.name in self._level.columns()]
         if only is not None and only not in names:
-            raise UsageError(f"table {self._name!r} has no such column", found=only, expected=names)
+            raise UsageError(f"table {self._name!r} has no column {only!r}", expected=names, hint=nearest(only, names))
         check_type("absent_as_zeros", absent_as_zeros, bool)
         with self._lock.hold("reading"):
             self._begin()

@@ -284,7 +284,7 @@ class UndoLog:
     def _check_open(self) -> None:
         if self._state is LogState.GIVEN_UP:
             what = f"cut of table {self._table!r} was given up: {self._reason}"
-            raise IOFailedError(what, hint="training went on; save again")
+            raise IOFailedError(what, hint="training continued; save again")
         if self._state is LogState.ENDED:
             raise UsageError(f"export of a cut of table {self._table!r} was asked for after its end")
 

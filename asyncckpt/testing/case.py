@@ -154,7 +154,7 @@ def finish(uses: Sequence[Future[None]]) -> None:
     """Wait for uses of a table in another thread; raise what the first one raised."""
     for use in uses:
         wait([use], THREAD_S_MAX)
-        assert use.done(), f"a use of the table did not end within {THREAD_S_MAX} s: who holds it?"
+        assert use.done(), f"a use of the table did not end within {THREAD_S_MAX} s: what holds it?"
         use.result()
 
 

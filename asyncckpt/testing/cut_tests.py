@@ -22,7 +22,7 @@ class SchemaTests(TableCase):
         assert isinstance(table, Table), f"{type(table).__name__} lacks a member of asyncckpt.table.Table"
         assert isinstance(table.name, str)
         assert table.name
-        assert is_shard(table.shard), f"shard {table.shard} is none"
+        assert is_shard(table.shard), f"shard {table.shard} is impossible"
 
     def test_schema_is_sound(self) -> None:
         columns = self.make_table().schema().columns
@@ -147,7 +147,7 @@ class CutTests(TableCase):
             case "waits":
                 with ended(table.begin_cut()) as cut:
                     training = start(lambda: self.train_steps(table, range(4, 7)))
-                    assert not ends_soon(training[0]), "training went on between begin_cut and fence"
+                    assert not ends_soon(training[0]), "training continued between begin_cut and fence"
                     cut_image(cut, schema).assert_equals(expected, what="the table changed in its cut")
                 finish(training)
 

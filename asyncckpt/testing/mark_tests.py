@@ -101,8 +101,8 @@ class MarkTests(TableCase):
         coming = CutVersion(source=own.source, number=own.number + 1000)
         with _tracked(table) as cut:
             for version in (theirs, coming):
-                assert cut.touched_since(version) is None, f"{version} is no version of this table"
-                assert cut.removed_since(version) is None, f"{version} is no version of this table"
+                assert cut.touched_since(version) is None, f"{version} is not a version of this table"
+                assert cut.removed_since(version) is None, f"{version} is not a version of this table"
 
     @pytest.mark.parametrize("clear", [True, False])
     @pytest.mark.parametrize("ok", [True, False])

@@ -68,9 +68,7 @@ class DataPosition:
                 self._samples_consumed = min(consumed, self._sampler.samples_count)
             yield batch
             if self._loads_count != loads_count:
-                raise UsageError(
-                    "a position was loaded while an iteration was under way", hint="begin a new iteration after a load"
-                )
+                raise UsageError("a position was loaded during an iteration", hint="begin a new iteration after a load")
         self._epoch += 1
         self._samples_consumed = 0
 
@@ -160,6 +158,6 @@ def _sampler_of(loader: Any) -> tuple[ResumableSampler | None, int]:
             return inner, size
     raise UsageError(
         "the position of this loader cannot be saved",
-        found=type(loader).__name__,
+        found=type(loader),
         expected="a DataLoader with a ResumableSampler, or a loader with state_dict() and load_state_dict()",
     )

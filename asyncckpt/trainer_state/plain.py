@@ -56,7 +56,7 @@ def from_plain(value: Any) -> Any:
 def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
     kind = vars(torch).get(dtype)  # Not getattr, for which torch would import modules.
     if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype} is no dtype")
+        raise ValueError(f"{dtype} is not a dtype")
     flat = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
     return flat.reshape(shape)
 

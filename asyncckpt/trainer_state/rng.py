@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
+from asyncckpt.errors import IncompatibleError, UnsupportedError, Words, must_be
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.trainer_state.plain import from_plain, to_plain
 
@@ -47,7 +47,7 @@ class RngState:
         ranks_changed: RanksChanged = "spread",
     ) -> None:
         if ranks_changed not in RANKS_CHANGED:
-            raise UsageError("ranks_changed is wrong", found=ranks_changed, expected=RANKS_CHANGED)
+            raise must_be("ranks_changed", RANKS_CHANGED, ranks_changed)
         self._named = {name: stream_of(source, name) for name, source in (generators or {}).items()}
         self._given_rank = (rank, ranks_count)
         self._ranks_changed = ranks_changed
@@ -74,7 +74,7 @@ class RngState:
             saved, named = dict(state["streams"]), dict(state["generators"])
             saved_rank = (state["rank"], state["ranks_count"])
         except (KeyError, TypeError, ValueError) as error:
-            raise IncompatibleError(f"this is no state of random numbers: {error!r}") from error
+            raise IncompatibleError(f"this is not a state of random numbers: {error!r}") from error
         streams = global_streams(start_cuda=any(name.startswith("cuda:") for name in saved))
         missing = {"python", "numpy", "torch"} - saved.keys()
         if missing or named.keys() != self._named.keys():
@@ -106,9 +106,9 @@ class RngState:
         if self._ranks_changed == "raise":
             raise IncompatibleError(
                 "the random numbers are those of another rank",
-                found=f"rank {saved_rank[0]} of {saved_rank[1]}",
+                found=Words(f"rank {saved_rank[0]} of {saved_rank[1]}"),
                 expected=f"rank {rank[0]} of {rank[1]}",
-                hint="RngState(ranks_changed='spread' or 'keep') goes on with other numbers",
+                hint="use RngState(ranks_changed='spread'), or 'keep'",
             )
         if self._ranks_changed == "keep" or saved_rank[0] == rank[0]:
             return dict(states)
@@ -170,7 +170,7 @@ def stream_of(source: Any, name: str) -> Stream:
         return Stream(source, _python_state, _set_python, random.Random)
     raise UnsupportedError(
         f"generator {name!r} has no state that can be saved",
-        found=type(source).__name__,
+        found=type(source),
         expected="torch.Generator, numpy.random.Generator, numpy.random.RandomState or random.Random",
     )
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import must_be
 from asyncckpt.model.own_rank import own_rank
 
 _TAKEN_AT_ONCE = 1 << 14
@@ -56,9 +56,9 @@ class ResumableSampler(Sampler[Any]):
     ) -> None:
         count = samples if isinstance(samples, int) else len(samples)
         if isinstance(samples, bool) or count < 1:
-            raise UsageError("samples is wrong", found=samples, expected="a data set, or a count of at least 1")
+            raise must_be("samples", "a data set, or a count of at least 1", samples)
         if type(seed) is not int or not -(2**63) <= seed < 2**63:
-            raise UsageError("seed is wrong", found=seed, expected="an int of 64 bits")
+            raise must_be("seed", "an int of 64 bits", seed)
         self.samples_count = count
         self.seed = seed
         self.shuffle = shuffle

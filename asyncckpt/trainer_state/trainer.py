@@ -70,7 +70,7 @@ class TrainerState:
             if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
                 raise UsageError(
                     f"part {name!r} of the trainer's state has no state_dict() and load_state_dict()",
-                    found=type(part).__name__,
+                    found=type(part),
                 )
 
     def state_dict(self) -> dict[str, Any]:

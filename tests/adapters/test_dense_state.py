@@ -177,7 +177,7 @@ def test_extra_state_of_a_module_that_was_taken_is_refused() -> None:
         def get_extra_state(self) -> int:
             return 3
 
-    with pytest.raises(UnsupportedError, match="state '_extra_state' of a Extra is not a tensor, found 'int'"):
+    with pytest.raises(UnsupportedError, match="state '_extra_state' of a Extra is not a tensor, found an int"):
         dense_state_of(nn.ModuleDict({"user": Extra(2, 2)})).state_dict()
 
 
@@ -195,11 +195,11 @@ def test_missing_and_unexpected_tensors_are_refused(tmp_path: Path) -> None:
     saved(make_model(), tmp_path)
     fresh = make_model(seed=5)
     fresh["new"] = nn.Linear(1, 1)
-    with pytest.raises(IncompatibleError, match=r"'model.module.new.weight' is missing in the checkpoint"):
+    with pytest.raises(IncompatibleError, match=r"only in this state .*'model.module.new.weight'"):
         load(fresh, tmp_path)
     fresh = make_model(seed=5)
     del fresh["over"]
-    with pytest.raises(IncompatibleError, match=r"'model.module.over.0.weight' is unexpected"):
+    with pytest.raises(IncompatibleError, match=r"only in the checkpoint .*'model.module.over.0.weight'"):
         load(fresh, tmp_path)
 
 

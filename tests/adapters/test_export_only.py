@@ -56,7 +56,7 @@ def test_cut_is_a_copy_until_the_fence() -> None:
     table.rows["embedding"].zero_()
     assert (cut.rows_count, cut.runs.tolist()) == (2, [[0, 2]])
     assert cut.column("embedding").tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(UsageError, match=r"no such column, found 'age', expected \['id', 'embedding', 'count'\]"):
+    with pytest.raises(UsageError, match=r"no column 'age', expected \['id', 'embedding', 'count'\]"):
         cut.column("age")
     cut.fence()
     with pytest.raises(UsageError, match="column 'id' of a cut of table 'plain' was asked for after its fence"):
@@ -115,7 +115,7 @@ def test_ids_and_columns_are_checked() -> None:
         load.insert(torch.tensor([1, 0]))
     with pytest.raises(UsageError, match="ids for table 'plain' have the wrong dtype"):
         load.insert(torch.tensor([1.0]))
-    with pytest.raises(UsageError, match="table 'plain' has no such column, found 'age'"):
+    with pytest.raises(UsageError, match="table 'plain' has no column 'age'"):
         load.column("age")
     assert load.column("id").tolist() == []
 

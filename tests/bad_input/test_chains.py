@@ -112,13 +112,13 @@ def test_case_045_parent_was_rewritten(chain: Chain, step: int) -> None:
     old.manifest.unlink()
     again = write(old.root, step, {"user": layer_of({7: row(7)})}, parents=old.head.parents)
     said = f"its parent step {step} was rewritten: another checkpoint is there; {SHOWN}"
-    broken(chain, said, f"found '{again.digest}'", f"expected '{old.digest}'")
+    broken(chain, said, f"found {again.digest}", f"expected {old.digest}")
 
 
 def test_case_045_parent_was_edited(chain: Chain) -> None:
     """The same attempt, with its own digest made right."""
     edit(chain[120], lambda document: document.update(writer="somebody else"))
-    broken(chain, "its parent step 120 was rewritten", SHOWN, f"expected '{chain[120].digest}'")
+    broken(chain, "its parent step 120 was rewritten", SHOWN, f"expected {chain[120].digest}")
 
 
 def test_case_045_parent_of_another_attempt(chain: Chain) -> None:
@@ -128,10 +128,10 @@ def test_case_045_parent_of_another_attempt(chain: Chain) -> None:
 
 def test_case_045_parents_that_pin_different_ones(chain: Chain) -> None:
     edit(chain[130], lambda document: document["parents"][1].update(digest="0" * 32))
-    said = f"its parent step 125 builds upon another checkpoint of step 120; {SHOWN}"
-    broken(chain, said, f"found '{chain[120].digest}', expected '{'0' * 32}'")
+    said = f"its parent step 125 is based on another checkpoint of step 120; {SHOWN}"
+    broken(chain, said, f"found {chain[120].digest}, expected {'0' * 32}")
     edit(chain[130], lambda document: document["parents"][1].update(digest=chain[120].digest, attempt="0" * 32))
-    broken(chain, said, f"found '{chain[120].head.attempt}', expected '{'0' * 32}'")
+    broken(chain, said, f"found {chain[120].head.attempt}, expected {'0' * 32}")
 
 
 def test_case_045_gap(chain: Chain) -> None:
@@ -139,8 +139,8 @@ def test_case_045_gap(chain: Chain) -> None:
     edit(chain[130], lambda document: document["parents"].pop(1))
     broken(
         chain,
-        "it has a gap, its parent step 125 builds upon others; chain 130 -> 125 -> 100 (full)",
-        "found '120 -> 100', expected '100'",
+        "it has a gap, its parent step 125 has other bases; chain 130 -> 125 -> 100 (full)",
+        "found 120 -> 100, expected 100",
     )
 
 
@@ -149,14 +149,12 @@ def test_case_045_more_parents_than_there_are(chain: Chain) -> None:
     older = write(chain[100].root, 90, {"user": layer_of({1: row(1)})})
     pin = {"step": 90, "attempt": older.head.attempt, "digest": older.digest}
     edit(chain[130], lambda document: document["parents"].append(pin))
-    broken(
-        chain, "it has a gap, its parent step 125 builds upon others", "found '120 -> 100', expected '120 -> 100 -> 90'"
-    )
+    broken(chain, "it has a gap, its parent step 125 has other bases", "found 120 -> 100, expected 120 -> 100 -> 90")
 
 
 def test_case_045_chain_that_ends_with_a_delta(chain: Chain) -> None:
     edit(chain[130], lambda document: document["parents"].pop())
-    broken(chain, "it ends with a delta, not with a full checkpoint; chain 130 -> 125 -> 120 (full)", "found 'delta'")
+    broken(chain, "it ends with a delta, not with a full checkpoint; chain 130 -> 125 -> 120 (full)")
 
 
 def test_case_045_long_chains_are_shown_short(chain: Chain) -> None:
@@ -213,7 +211,7 @@ def test_case_045_compacted_parent_of_another_manifest(chain: Chain) -> None:
     compact(chain, 120, replaces="0" * 32)
     assert load(chain[100].root) == {1: row(1), 130: row(130)}
     chain[120].manifest.unlink()
-    broken(chain, "its parent step 120 was rewritten", SHOWN, f"found '{'0' * 32}', expected '{chain[120].digest}'")
+    broken(chain, "its parent step 120 was rewritten", SHOWN, f"found {'0' * 32}, expected {chain[120].digest}")
 
 
 def test_case_045_shorter_chain_upon_a_compacted_parent(chain: Chain) -> None:
@@ -279,7 +277,7 @@ def test_case_045_chain_over_the_cap(chain: Chain) -> None:
         (130, {"kind": "full"}, "a full checkpoint has no parents, a delta has, found ('full', 3)"),
         (130, {"requires": []}, "uses features that it does not require, found ['delta']"),
         (130, {"replaces": "0" * 32}, "is compacted but not full"),
-        (130, {"replaces": "0" * 31}, "manifest.replaces is wrong"),
+        (130, {"replaces": "0" * 31}, "manifest.replaces must be"),
         (130, {"parents": ["125"]}, "manifest.parents[0] is not an object"),
         (100, {"replaces": "0" * 32}, "replaces another manifest, but its name does not"),
     ],
@@ -302,11 +300,11 @@ def test_case_045_parent_of_wrong_form(chain: Chain, field: str, value: Any) -> 
         (100, {"whole": False}, "is a change to a table where there is nothing to change"),
         (100, {"removed": 1}, "is a change to a table where there is nothing to change"),
         (130, {"whole": True}, "is a change to a table where there is nothing to change"),
-        (130, {"whole": 0}, "manifest.tables[0].whole is wrong"),
+        (130, {"whole": 0}, "manifest.tables[0].whole must be"),
         (130, {"removed": 2}, "block 'user@#removed' does not fit its table, found (1,)"),
-        (130, {"removed": -1}, "manifest.tables[0].removed is wrong"),
+        (130, {"removed": -1}, "manifest.tables[0].removed must be"),
         (130, {"rows": 2}, "block 'user@id' does not fit its table"),
-        (130, {"filters": {}}, "manifest.tables[0].filters is wrong"),
+        (130, {"filters": {}}, "manifest.tables[0].filters must be"),
         (130, {"filters": [1]}, "manifest.tables[0].filters[0] is not an object"),
     ],
 )
@@ -322,9 +320,9 @@ def test_case_045_table_of_a_delta_that_cannot_be(chain: Chain, step: int, chang
         ({"name": "user@gone", "column": "gone"}, "block 'user@gone' has not the form of its role"),
         ({"dtype": "float64"}, "block 'user@#removed' has not the form of its role"),
         ({"shape": [1, 1]}, "block 'user@#removed' has not the form of its role"),
-        ({"role": "metadata"}, "removed ids of table 'user' are not there"),
+        ({"role": "metadata"}, "removed ids of table 'user' are missing"),
         ({"role": "pad"}, "is neither a table's nor dense"),
-        ({"leaf": 0}, "names a leaf that is not there"),
+        ({"leaf": 0}, "names a leaf that does not exist"),
     ],
 )
 def test_case_045_removed_ids_of_wrong_form(chain: Chain, changes: Document, said: str) -> None:
@@ -386,10 +384,10 @@ def test_case_045_pad_of_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"encoding": []}, ".encoding is wrong"),
-        ({"encoding": {}}, ".encoding is wrong"),
+        ({"encoding": []}, ".encoding must be"),
+        ({"encoding": {}}, ".encoding must be"),
         ({"encoding": [{}]}, "has no 'kind'"),
-        ({"encoding": [{"kind": ""}]}, ".encoding is wrong"),
+        ({"encoding": [{"kind": ""}]}, ".encoding must be"),
         ({"encoding": [{"kind": "zstd"}] * 17}, ".encoding is too long"),
         ({"stored": None}, ".stored is not an object"),
         ({"stored": {"dtype": "U8"}}, "has no 'shape'"),

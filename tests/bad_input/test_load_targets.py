@@ -41,11 +41,12 @@ def test_case_100_all_misfits_in_one_error(small: Crafted) -> None:
     targets.table = asyncckpt.HashTable("user", 3, optimizer_slots={"sum": torch.float64, "moment": ()})
     message = not_fitting(small, targets)
     for part in (
-        "step 7 does not fit the model, 8 problems",
+        "step 7 does not match this state",
         "'w' has shape (4, 3), the checkpoint (3, 4)",
         "'b' has dtype torch.int32, the checkpoint torch.int64",
-        "'more' is missing in the checkpoint",
-        "'alpha' is missing in the checkpoint",
+        "only in this state (2): ",
+        "'more'",
+        "'alpha'",
         "column 'embedding' of table 'user' has rows (3,), the checkpoint (2,)",
         "column 'sum' of table 'user' has dtype torch.float64, the checkpoint torch.float32",
         "columns ['moment'] of table 'user' are missing in the checkpoint",
@@ -61,9 +62,9 @@ def test_case_100_first_twenty_and_their_count(small: Crafted) -> None:
     targets = Targets()
     targets.tensors.update({f"extra{index:02d}": torch.zeros(1) for index in range(50)})
     message = not_fitting(small, targets)
-    assert "50 problems" in message
-    assert message.count("is missing in the checkpoint") == 20
-    assert "and 30 more" in message
+    assert "only in this state (50): " in message
+    assert message.count("'extra") == 20
+    assert ", 30 more" in message
     assert targets.untouched
 
 
@@ -76,7 +77,7 @@ def test_case_100_dtype_and_shape_are_never_let_pass(small: Crafted) -> None:
 
 def test_case_100_missing_table(small: Crafted) -> None:
     table = asyncckpt.HashTable("item", 2)
-    with pytest.raises(IncompatibleError, match="'item' is missing in the checkpoint"):
+    with pytest.raises(IncompatibleError, match=r"only in this state \(1\): 'item'"):
         asyncckpt.Loader(small.root, {"item": table}).load()
     with pytest.warns(RuntimeWarning, match="nothing was loaded"):
         assert asyncckpt.Loader(small.root, {"item": table}, strict=False).load().missing == ("item",)
@@ -95,7 +96,7 @@ def test_case_100_module_of_another_form(tmp_path: Path, change: str) -> None:
     }
     other = others[change]
     before = [parameter.clone() for parameter in other.parameters()]
-    with pytest.raises(IncompatibleError, match=r"'model.*(missing|unexpected|has shape)"):
+    with pytest.raises(IncompatibleError, match=r"(only in .*'model|'model.* has shape)"):
         asyncckpt.Loader(tmp_path, tensors={"model": other}).load()
     assert all(map(torch.equal, other.parameters(), before))
 
@@ -183,7 +184,7 @@ BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "freed": (freed, UsageError, "'w' has a freed or shrunk storage"),
     "inference": (inference, UsageError, "'w' is an inference tensor"),
     "no load_state_dict": (Readable, UsageError, "'w' has state_dict.. but no load_state_dict"),
-    "set": (lambda: {object()}, UsageError, "'w' is not plain"),
+    "set": (lambda: {object()}, UsageError, "'w' has type"),
     "big-endian array": (lambda: np.zeros((3, 4), ">f4"), UsageError, "'w' cannot be saved|'w'.*byte order"),
 }
 
@@ -312,7 +313,7 @@ def test_case_103_given_step_is_let_go_while_it_is_loaded(small: Crafted) -> Non
         return info
 
     targets = Targets()
-    with pytest.raises(NotFoundError, match=f"there is no checkpoint of step {STEP}"):
+    with pytest.raises(NotFoundError, match=f"step {STEP} is not in"):
         targets.load(small.root, filter_func=retention, step=STEP)
     assert targets.untouched
 
@@ -420,18 +421,18 @@ def test_case_105_no_checkpoint(tmp_path: Path, small: Crafted) -> None:
     asyncckpt.Saver(path=tmp_path / "new").close()
     with pytest.raises(NotFoundError, match=r"there is no checkpoint in '.*new'"):
         asyncckpt.Loader(tmp_path / "new").load()
-    refused(small, NotFoundError, "no checkpoint of step 6", "steps [7]", step=6)
+    refused(small, NotFoundError, "step 6 is not in", "steps [7]", step=6)
 
 
 @pytest.mark.parametrize("step", [-1, "7", 7.0, True, 2.5, [7]])
 def test_case_105_step_that_is_no_number(small: Crafted, step: Any) -> None:
-    with pytest.raises(UsageError, match="step is wrong"):
+    with pytest.raises(UsageError, match="step must be"):
         asyncckpt.Loader(small.root, step=step)
     saver = asyncckpt.Saver(path=small.root, tensors={"n": 1})
-    with saver, pytest.raises(UsageError, match="step is wrong"):
+    with saver, pytest.raises(UsageError, match="step must be"):
         saver.save_async(step)
     for question in (asyncckpt.describe, asyncckpt.verify, asyncckpt.compact):
-        with pytest.raises(UsageError, match="step is wrong"):
+        with pytest.raises(UsageError, match="step must be"):
             question(small.root, step)
 
 
@@ -440,10 +441,10 @@ def test_case_105_steps_end_at_twelve_digits(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors={"n": 1}) as saver:
         saver.save(last)
         for step in (None, last + 1):
-            with pytest.raises(UsageError, match=rf"step is wrong, found {last + 1}, expected 'an int in .0, {last}.'"):
+            with pytest.raises(UsageError, match=rf"step must be an int in .0, {last}.; got {last + 1}"):
                 saver.save(step)
     assert asyncckpt.list_steps(tmp_path) == [last]
-    with pytest.raises(UsageError, match="step is wrong"):
+    with pytest.raises(UsageError, match="step must be"):
         asyncckpt.Loader(tmp_path, step=last + 1)
 
 

@@ -138,19 +138,19 @@ def test_case_033_escaped_surrogate_pairs_are_text(small: Crafted) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("files", {}, "manifest.files is wrong"),
-        ("step", "7", "manifest.step is wrong"),
-        ("step", True, "manifest.step is wrong"),
-        ("step", 7.0, "manifest.step is wrong"),
-        ("step", -1, "manifest.step is wrong"),
-        ("step", 10**12, "manifest.step is wrong"),
-        ("blocks", None, "manifest.blocks is wrong"),
+        ("files", {}, "manifest.files must be"),
+        ("step", "7", "manifest.step must be"),
+        ("step", True, "manifest.step must be"),
+        ("step", 7.0, "manifest.step must be"),
+        ("step", -1, "manifest.step must be"),
+        ("step", 10**12, "manifest.step must be"),
+        ("blocks", None, "manifest.blocks must be"),
         ("tables", ["user"], "tables[0] is not an object"),
-        ("attempt", "A" * 32, "manifest.attempt is wrong"),
+        ("attempt", "A" * 32, "manifest.attempt must be"),
         ("format", "asynckpt", "of another format"),
-        ("created", 0, "manifest.created is wrong"),
-        ("tree", "t", "manifest.tree is wrong"),
-        ("tree", {"l": ["t", "t", "t", "v", "v"]}, "manifest.tree is wrong"),
+        ("created", 0, "manifest.created must be"),
+        ("tree", "t", "manifest.tree must be"),
+        ("tree", {"l": ["t", "t", "t", "v", "v"]}, "manifest.tree must be"),
         ("metadata", [], "metadata of step 7 is not an object"),
     ],
 )
@@ -275,4 +275,4 @@ def test_case_036_unknown_optional_members_are_ignored(small: Crafted) -> None:
 @pytest.mark.parametrize("version", [0, -1, "1", 1.0, True, None])
 def test_case_036_no_version_at_all(small: Crafted, version: Any) -> None:
     small.edit(lambda document: document.update(version=version))
-    refused(small, CorruptError, NAME, "manifest.version is wrong")
+    refused(small, CorruptError, NAME, "manifest.version must be")

@@ -23,7 +23,7 @@ from asyncckpt.errors import UsageError
 DEADLINE_S = 30
 RAISE, WAIT = asyncckpt.BusyPolicy("raise", DEADLINE_S), asyncckpt.BusyPolicy("wait", DEADLINE_S)
 AT_ONCE_S = 10.0  # Far below the deadlines of the waits, far above what a slow machine needs.
-FOR_EVER = "on the background thread would wait for ever"
+FOR_EVER = "it runs on a thread that the wait is for"
 
 
 def called_back(future: Any, function: Callable[[], Any]) -> tuple[Any, float]:
@@ -251,7 +251,7 @@ def test_what_interrupts_the_start_of_a_load_cannot_wait_for_it(
 
     def interrupted(function: Any, *arguments: Any) -> Any:
         begun = time.monotonic()
-        with pytest.raises(UsageError, match="on the thread that makes it would wait for ever"):
+        with pytest.raises(UsageError, match="it runs on this thread"):
             saver.save(2, on_busy=WAIT)
         answers.append(time.monotonic() - begun)
         return submit(function, *arguments)

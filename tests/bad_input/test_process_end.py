@@ -264,7 +264,7 @@ saver.close()
     for name in ("save_async", "save", "prepare"):
         assert answers[name].startswith("UsageError: this Saver belongs to the parent process"), answers
     assert answers["same directory"].startswith("ConflictError"), answers
-    assert "is being written by another process" in answers["same directory"]
+    assert "is locked by process" in answers["same directory"]
     assert answers["close"] == answers["wait_idle"] == "None"
     assert (answers["other directory"], answers["load"]) == ("5", "5")
     saved_and_usable(tmp_path / "root", [0, 1])

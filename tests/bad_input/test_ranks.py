@@ -179,7 +179,7 @@ def test_case_045_chain_of_different_numbers_of_ranks(tmp_path: Path) -> None:
             change=lambda rank, spec: None if spec.table is None else spec,
             parent=parent,
         )
-        untouched_by(ranks.root, "step 1, upon which it builds, was saved by another number of ranks")
+        untouched_by(ranks.root, "its base, step 1, was saved by another number of ranks")
 
 
 def test_case_045_delta_over_another_shard(tmp_path: Path) -> None:
@@ -191,4 +191,4 @@ def test_case_045_delta_over_another_shard(tmp_path: Path) -> None:
             document["tables"][0]["shard"] = [0, 4]
 
         Crafted(ranks.root, 2).edit(change)
-        untouched_by(ranks.root, "table 'user' of rank 0 of step 2 holds another shard than in step 1")
+        untouched_by(ranks.root, "table 'user' of rank 0 of step 2 holds another shard than in its base, step 1")

@@ -128,7 +128,7 @@ def test_whole_layer_ends_a_table(tmp_path: Path) -> None:
     raw[-1] ^= 1
     shard.write_bytes(raw)
     assert load(tmp_path, 3) == {2: row(2), 3: row(3)}
-    with pytest.raises(asyncckpt.CorruptError, match=r"step 1 is corrupt: block 'user@sum'"):
+    with pytest.raises(asyncckpt.CorruptError, match=r"step 1 is damaged: 'user@sum'"):
         asyncckpt.verify(tmp_path, 3)
 
 
@@ -202,7 +202,7 @@ def test_damaged_block_of_a_parent(tmp_path: Path, name: str) -> None:
     shard.write_bytes(raw)
     table = new_table()
     table.insert(torch.tensor([7]), torch.zeros(1, DIM))
-    with pytest.raises(asyncckpt.CorruptError, match=f"of step 2 is corrupt: block '{name}'"):
+    with pytest.raises(asyncckpt.CorruptError, match=f"step 2 is damaged: '{name}'"):
         asyncckpt.Loader(tmp_path, {"user": table}).load()
     assert table.ids().tolist() == ([] if name == "user@embedding" else [7])
 

@@ -35,7 +35,7 @@ def main(rank: int, ranks_count: int, folder: Path, url: str, *, another_saves: 
         if rank == 0:
             asyncckpt.save(url, {"x": torch.zeros(1)}, step=first)
         dist.barrier()
-        with pytest.raises(asyncckpt.CheckpointError, match=f"step {first} exists already"):
+        with pytest.raises(asyncckpt.CheckpointError, match=f"step {first} already exists"):
             saver.save()
         first = saver.save().step + 1
     with saver:

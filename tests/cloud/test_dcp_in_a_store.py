@@ -81,7 +81,7 @@ def test_the_url_may_be_given_to_the_call(owner: seaweed.Server, url: str) -> No
 
 def test_a_step_that_exists_and_a_bucket_that_does_not_are_refused(owner: seaweed.Server, url: str) -> None:
     dcp.save(state(1), storage_writer=StorageWriter(url, step=4))
-    with failing("exists already"):
+    with failing("already exists"):
         dcp.save(state(2), storage_writer=StorageWriter(url, step=4))
     with failing("NoSuchBucket"):
         dcp.save(state(2), storage_writer=StorageWriter("s3://no-such-bucket/run"))

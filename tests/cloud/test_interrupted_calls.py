@@ -76,7 +76,7 @@ def restore_from_uploads(url: str, tmp_path: Path) -> None:
 
 def step_beside_uploads(url: str, tmp_path: Path) -> None:
     ckpt = asyncckpt.Checkpointer(tmp_path / "new", every=10, options={"upload": url}, x=torch.zeros(3))
-    with ckpt, pytest.raises(asyncckpt.UsageError, match="step 1 is not behind"):
+    with ckpt, pytest.raises(asyncckpt.UsageError, match="step 1 is not above"):
         ckpt.step(1)
 
 

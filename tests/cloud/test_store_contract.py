@@ -231,7 +231,7 @@ def test_no_error_shows_a_key(owner: seaweed.Server, url: str, wrong: str, monke
 @pytest.mark.parametrize("endpoint", ["", "127.0.0.1:9000", "http://127.0.0.1:99999999", "ftp://host"])
 def test_an_endpoint_that_is_none_is_refused(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(UsageError, match="AWS_ENDPOINT_URL is no endpoint"):
+    with pytest.raises(UsageError, match="AWS_ENDPOINT_URL is not an endpoint"):
         open_store("s3://bucket/run")
 
 

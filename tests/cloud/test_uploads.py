@@ -366,7 +366,7 @@ def test_a_save_without_a_store_has_nothing_to_wait_for(tmp_path: Path) -> None:
         with pytest.raises(asyncckpt.UsageError, match="not uploaded anywhere"):
             future.wait_uploaded()
         soon: Any = "soon"
-        with pytest.raises(asyncckpt.UsageError, match="timeout is wrong"):
+        with pytest.raises(asyncckpt.UsageError, match="timeout must be"):
             future.wait_uploaded(soon)
 
 

@@ -256,7 +256,7 @@ def test_a_step_waits_for_what_only_steps_change(seed: int, tmp_path: Path, monk
 @pytest.mark.usefixtures("short")
 def test_a_step_that_does_not_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepFences, "before_step", lambda *_: None)
-    with pytest.raises(asyncckpt.UsageError, match="was changed behind the call"):
+    with pytest.raises(asyncckpt.UsageError, match="was changed between save_async"):
         saved_before_a_step(0, tmp_path / "refused")
     monkeypatch.setattr(Watch, "check_unchanged", lambda self: None)
     assert any(saved_before_a_step(seed, tmp_path / str(seed)) for seed in range(60))

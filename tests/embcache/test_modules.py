@@ -228,7 +228,7 @@ def test_sharded_collections_hold_the_ids_of_their_rank() -> None:
     for kind in (EmbCacheShardedEmbeddingBagCollection, EmbCacheShardedEmbeddingCollection):
         collection = kind([config()], rank=1, world_size=3)
         assert collection.tables()["user"].shard == (1, 3)
-        with pytest.raises(UsageError, match="does not belong to shard 1 of 3"):
+        with pytest.raises(UsageError, match="holds shard 1 of 3"):
             collection({name: (torch.tensor([3]), torch.tensor([0, 1])) for name in ("clicks", "likes")})
         with pytest.raises(UsageError, match="rank is missing"):
             kind([config()])
@@ -237,8 +237,8 @@ def test_sharded_collections_hold_the_ids_of_their_rank() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: EmbCacheEmbeddingBagCollection([]), "tables of a collection are wrong"),
-        (lambda: EmbCacheEmbeddingBagCollection("user"), "table of a collection is wrong"),  # type: ignore[arg-type]
+        (lambda: EmbCacheEmbeddingBagCollection([]), "tables of a collection must be"),
+        (lambda: EmbCacheEmbeddingBagCollection("user"), "table of a collection must be"),  # type: ignore[arg-type]
         (lambda: EmbCacheEmbeddingBagCollection([config(), config(features=["x"])]), "have one name"),
         (lambda: EmbCacheEmbeddingBagCollection([config(features=["a", "a"])]), "'user' has a feature twice"),
         (
@@ -261,9 +261,9 @@ def test_wrong_configs_are_refused(make: Callable[[], object], text: str) -> Non
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda batch: [1, 2], "batch of a collection is wrong"),
+        (lambda batch: [1, 2], "batch of a collection must be"),
         (lambda batch: {"clicks": batch["clicks"]}, "lacks feature 'likes'"),
-        (lambda batch: {**batch, "likes": batch["likes"][0]}, "'likes' is wrong"),
+        (lambda batch: {**batch, "likes": batch["likes"][0]}, "'likes' must be"),
         (lambda batch: {**batch, "likes": (batch["likes"][0].reshape(-1, 1), batch["likes"][1])}, "values of feature"),
         (lambda batch: {**batch, "likes": ([1], batch["likes"][1])}, "values of feature"),
         (lambda batch: {**batch, "likes": (batch["likes"][0].int(), batch["likes"][1])}, "wrong dtype"),

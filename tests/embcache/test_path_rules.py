@@ -84,7 +84,7 @@ def test_length_is_that_of_the_absolute_path(folder: Path, monkeypatch: pytest.M
 def test_200_bytes_of_a_relative_path_pass_and_201_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     STRICT.check_target("r" * 200)
-    refused("r" * 201, "relative path is too long, found 201, expected 'at most 200 bytes'")
+    refused("r" * 201, "relative path is too long, found 201, expected at most 200 bytes")
     refused("./" + "ü" * 100, "relative path is too long, found 202")
     STRICT.check_target(folder / ("r" * 201))
     replace(STRICT, relative_length_max=None).check_target("r" * 201)
@@ -94,7 +94,7 @@ def test_500_parts_pass_and_501_are_refused(folder: Path) -> None:
     rules = replace(STRICT, length_max=None)
     longest = folder.joinpath(*["p"] * (500 - (len(folder.parts) - 1)))
     assert rules.check_target(longest) == longest
-    refused(longest / "p", "too many parts, found 501, expected 'at most 500'", rules)
+    refused(longest / "p", "too many parts, found 501, expected at most 500", rules)
     with pytest.raises(UsageError, match="too many parts"):
         rules.check_source(longest / "p")
     replace(rules, parts_max=None).check_target(longest / "p")
@@ -225,8 +225,8 @@ def test_owner_must_be_the_user_or_the_group(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     STRICT.check_target(folder / "run")  # The group is still ours.
     monkeypatch.setattr(os, "getegid", lambda: 54321)
-    refused(folder / "run", "belongs to somebody else.*user 54321")
-    with pytest.raises(UsageError, match="belongs to somebody else"):
+    refused(folder / "run", "belongs to another user.*user 54321")
+    with pytest.raises(UsageError, match="belongs to another user"):
         STRICT.check_source(folder)
     replace(STRICT, owner_checked=False).check_target(folder / "run")
 

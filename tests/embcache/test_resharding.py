@@ -74,7 +74,7 @@ def test_saves_go_on_behind_the_earlier_form(path: Path) -> None:
     net = nets(1, steps=range(4))[0]
     with Saver(rank=0, on_busy="queue", keep=2) as saver:
         for step in (41, 43):
-            with pytest.raises(asyncckpt.ConflictError, match=f"step {step} exists already"):
+            with pytest.raises(asyncckpt.ConflictError, match=f"step {step} already exists"):
                 saver.save(net, path, step=step)
         assert [future.result(60).step for future in [saver.save_async(net, path) for _ in range(3)]] == [44, 45, 46]
         report = saver.load(nets(1)[0], path)
@@ -207,5 +207,5 @@ def test_one_process_saves_all_ranks_in_turn(path: Path) -> None:
     assert load(path, 3) == load(path, 2) == before
     with Saver(rank=0, in_turn=True) as saver:
         assert saver.load(nets(2)[0], path).world_size == 3
-    with pytest.raises(asyncckpt.UsageError, match="in_turn is wrong"):
+    with pytest.raises(asyncckpt.UsageError, match="in_turn must be"):
         Saver(rank=0, in_turn=1)  # type: ignore[arg-type]

@@ -59,9 +59,9 @@ def test_options_are_those_of_a_saver(tmp_path: Path) -> None:
     with asyncckpt.Checkpointer(tmp_path, every=2, options={"durability": "none"}, x=torch.zeros(2)) as ckpt:
         ckpt.step(1)
     assert ckpt.path == str(tmp_path)
-    with pytest.raises(asyncckpt.UsageError, match="exactly one of every and every_seconds"):
+    with pytest.raises(asyncckpt.UsageError, match="say when to save: every=STEPS or every_seconds=SECONDS"):
         asyncckpt.Checkpointer(tmp_path, x=torch.zeros(2))
-    with pytest.raises(asyncckpt.UsageError, match="every is wrong, found 0"):
+    with pytest.raises(asyncckpt.UsageError, match=r"every must be .*; got 0"):
         asyncckpt.Checkpointer(tmp_path, every=0, x=torch.zeros(2))
 
 
@@ -71,7 +71,7 @@ def test_a_state_that_has_grown_is_refused_by_an_error_that_says_what_loads_it(t
         ckpt.step(1)
     state = {"x": torch.zeros(2), "y": torch.full((2,), 7.0)}
     with asyncckpt.Checkpointer(tmp_path, every=2, **state) as ckpt:
-        with pytest.raises(asyncckpt.IncompatibleError, match="a Loader with strict=False lets"):
+        with pytest.raises(asyncckpt.IncompatibleError, match=r"strict=False\) loads what matches"):
             ckpt.restore()
         report = asyncckpt.Loader(tmp_path, tensors=state, strict=False).load()
         assert (report.step, report.missing) == (1, ("y",))
@@ -114,5 +114,5 @@ def test_every_wrong_option_is_named(tmp_path: Path, name: Any) -> None:
 def test_what_no_save_would_take_is_refused_before_anything_is_trained(tmp_path: Path, name: str) -> None:
     """It was found by the first save that was due, so a run of fewer steps was lost."""
     given = {"ranks": asyncckpt.RankOptions(), "filter_func": lambda blocks: blocks, "rng": torch.Generator()}[name]
-    with pytest.raises(asyncckpt.UsageError, match=rf"'{name}' cannot be saved.*options="):
+    with pytest.raises(asyncckpt.UsageError, match=rf"'{name}' (cannot be saved|is an argument of Saver).*options="):
         asyncckpt.Checkpointer(tmp_path, every=1000, x=torch.zeros(2), **{name: given})

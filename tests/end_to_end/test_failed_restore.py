@@ -158,10 +158,10 @@ def test_a_step_behind_a_failed_restore_is_no_second_history(tmp_path: Path) -> 
             ckpt.step(step)
             ckpt._periodic.drain()
         damage(tmp_path, 20)
-        way_back = r"step 20 of .* is damaged; restore\(10, discard_newer=True\) goes on from the one before it"
+        way_back = r"step 20 of .* is damaged; restore\(10, discard_newer=True\) continues from the one before it"
         with pytest.warns(RuntimeWarning, match=way_back), pytest.raises(asyncckpt.CorruptError):
             ckpt.restore()
-        with pytest.raises(asyncckpt.UsageError, match=r"found 'step 20' \(begin with restore\(\); or go on above"):
+        with pytest.raises(asyncckpt.UsageError, match=r"not above step 20, .* \(call restore\(\) before the loop"):
             ckpt.step(20)
         assert ckpt.restore(10, discard_newer=True) == 11
         for step in range(11, STEPS + 1):

@@ -168,7 +168,7 @@ def test_damage_is_found_on_the_way_and_tables_are_left_empty(tmp_path: Path, sa
     _damage(tmp_path, 1, "user@momentum")
     target = State.empty()
     target.tables["user"].lookup(torch.arange(5))
-    with pytest.raises(asyncckpt.CorruptError, match="block 'user@momentum' at offset"):
+    with pytest.raises(asyncckpt.CorruptError, match="'user@momentum' in"):
         asyncckpt.Loader(tmp_path, target.tables).load()
     assert len(target.tables["user"]) == 0
     assert len(target.tables["item"]) == 0
@@ -189,7 +189,7 @@ def test_verify_before_touches_nothing(tmp_path: Path, saved: State) -> None:
     _damage(tmp_path, 1, "w")
     target = State.empty()
     before = target.image()
-    with pytest.raises(asyncckpt.CorruptError, match="block 'w'"):
+    with pytest.raises(asyncckpt.CorruptError, match="'w' in"):
         asyncckpt.Loader(tmp_path, target.tables, target.dense, verify="before").load()
     assert target.image() == before
 
@@ -220,7 +220,7 @@ def test_all_misfits_are_listed_before_anything_changes(tmp_path: Path, saved: S
     assert "column 'embedding' of table 'user' has rows (9,)" in message
     assert "'w' has shape (3,)" in message
     assert "'half' has dtype torch.float32" in message
-    assert "'extra' is missing" in message
+    assert "only in this state (1): 'extra'" in message
     assert "4 problems" in message
     assert len(table) == 4
     assert not w.any()
@@ -237,7 +237,7 @@ def test_not_strict_reports_missing_entries(tmp_path: Path, saved: State) -> Non
 def test_module_with_other_entries(tmp_path: Path, saved: State) -> None:
     """Unexpected entries inside a module that is loaded are an error, elsewhere they are only reported."""
     smaller = torch.nn.Sequential(torch.nn.Linear(6, 5))
-    with pytest.raises(asyncckpt.IncompatibleError, match=r"'model\.1\.weight' is unexpected"):
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"only in the checkpoint .*'model\.1\.weight'"):
         asyncckpt.Loader(tmp_path, tensors={"model": smaller}).load()
     report = asyncckpt.Loader(tmp_path, tensors={"model": smaller}, strict=False).load()
     assert "model.1.weight" in report.unexpected
@@ -261,7 +261,7 @@ def test_what_a_filter_leaves_out_of_a_module_is_named_as_such(tmp_path: Path) -
     asyncckpt.save(tmp_path, {"model": torch.nn.Linear(1, 1)}, durability="none")
     target = {"model": torch.nn.Linear(1, 1)}
     answer = {"model.weight": {"model.weight": list[str]()}}
-    with pytest.raises(asyncckpt.IncompatibleError, match=r"'model.bias' is left out by the filter .*strict=False"):
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"left out by the filter .*'model.bias' .*strict=False"):
         asyncckpt.Loader(tmp_path, tensors=target, filter_func=lambda info: answer).load()
 
 

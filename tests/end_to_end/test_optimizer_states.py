@@ -229,7 +229,7 @@ def test_an_optimizer_of_other_parameters_or_class_is_refused_before_anything_is
     other = model(seed=1)
     optimizer = now(other)
     before = bits(dict(other.state_dict())), bits(optimizer.state_dict())
-    with pytest.raises(IncompatibleError, match=f"does not fit the model.*'optim' .*{why}.*nothing was changed"):
+    with pytest.raises(IncompatibleError, match=f"nothing was changed: .*'optim' .*{why}"):
         asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": optimizer}).load()
     assert (bits(dict(other.state_dict())), bits(optimizer.state_dict())) == before
 

@@ -190,7 +190,7 @@ def test_a_checkpoint_further_down_is_named_where_training_begins_anew(tmp_path:
     """Of another run perhaps, so it stops nobody."""
     said = restored(tmp_path, file)
     assert said.startswith("warned")
-    assert "training begins anew" in said
+    assert "training starts from step 0" in said
     assert str((tmp_path / file).parent) in said
     assert "asyncckpt import" in said
 

@@ -32,7 +32,7 @@ def test_tied_targets_refuse_other_values_before_anything_is_changed(tmp_path: P
     save(tmp_path / "e", {"model": different, "n": torch.ones(2)})
     model, other = Tied(7.0), torch.zeros(2)
     for options in ({}, {"strict": False}, {"verify": False}, {"verify": "before"}, {"cast": True}):
-        said = r"\['model.embed.weight', 'model.lm_head.weight'\] are the same memory.*nothing was changed"
+        said = r"\['model.embed.weight', 'model.lm_head.weight'\] are the same memory"
         with pytest.raises(IncompatibleError, match=said):
             Loader(tmp_path / "e", tensors={"model": model, "n": other}, **options).load()  # type: ignore[arg-type]
     assert bool(model.embed.weight.eq(7).all())

@@ -50,7 +50,7 @@ def test_a_save_that_is_asked_for_is_queued_and_none_is_made_by_itself(tmp_path:
         assert periodic.step(4, save=False) is None
         gate.open()
         periodic.drain(60)
-        with pytest.raises(asyncckpt.UsageError, match="save is wrong"):
+        with pytest.raises(asyncckpt.UsageError, match="save must be"):
             periodic.step(5, save="yes")  # type: ignore[arg-type]
     assert asyncckpt.list_steps(tmp_path) == [1, 3, 4]  # The last one at the end.
 
@@ -437,7 +437,7 @@ def test_a_newer_save_of_somebody_else_lets_the_last_step_stay_saved(tmp_path: P
 
 def test_save_now_saves_what_is_not_due(tmp_path: Path) -> None:
     with make(tmp_path) as saver, asyncckpt.PeriodicSaver(saver, every_steps=100) as periodic:
-        with pytest.raises(asyncckpt.UsageError, match="no step to save yet"):
+        with pytest.raises(asyncckpt.UsageError, match="no step has ended yet"):
             periodic.save_now()
         assert periodic.save_now(7).step == 7
         periodic.step(8)

@@ -56,7 +56,7 @@ def saved(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("other", "whys"), [
-    (lambda: Recommender("user", "item", "ad", seed=1), ["'ad' is missing", "'sparse' does not take its state"]),
+    (lambda: Recommender("user", "item", "ad", seed=1), ["(1): 'ad'", "'sparse' does not take its state"]),
     (lambda: Recommender("user", seed=1), ["'sparse' does not take its state", "that of other tables"]),
     (lambda: Recommender("user", "item", rule="adam", seed=1), ["'exp_avg_sq'", "'sparse' does not take its state"]),
 ], ids=["a new table", "a table less", "another optimizer"])  # fmt: skip
@@ -98,7 +98,7 @@ def positions(count: int) -> DataPosition:
 def test_objects_that_are_known_are_checked_before_anything_is_touched(tmp_path: Path, was: Any, now: Any) -> None:
     asyncckpt.save(tmp_path, {"x": torch.ones(2), "it": was}, durability="none")
     x = torch.zeros(2)
-    with pytest.raises(IncompatibleError, match=r"1 problem: 'it' .*nothing was changed"):
+    with pytest.raises(IncompatibleError, match=r"nothing was changed: 'it' "):
         asyncckpt.Loader(tmp_path, tensors={"x": x, "it": now}).load()
     assert not x.any()
 
@@ -133,7 +133,7 @@ def test_nothing_is_saved_after_a_load_that_failed_half_way(tmp_path: Path, on_e
     _, _, ckpt = half_loaded(tmp_path, on_error)
     for save in (lambda: ckpt.step(6), lambda: ckpt.save_now(6)):
         with pytest.raises(
-            UsageError, match=r"loading step 5 has failed .* \(load a step into it, as by restore\(\); or .*begin_anew"
+            UsageError, match=r"loading step 5 has failed .* \(call restore\(\) to load a step into it; or .*begin_anew"
         ):
             save()
     with pytest.raises(UsageError) if on_error == "raise" else pytest.warns(RuntimeWarning, match="loading step 5"):
@@ -159,7 +159,7 @@ def test_what_is_advised_after_a_failure_half_way_leads_on(tmp_path: Path) -> No
     _, _, ckpt = half_loaded(tmp_path)
     with ckpt:
         ckpt.begin_anew()
-        with pytest.raises(UsageError, match=r"step 0 .*'step 5'.*go on above step 5, or give another directory"):
+        with pytest.raises(UsageError, match=r"step 0 is not above step 5.*or use another directory"):
             ckpt.step(0)
         ckpt.step(6)
     assert asyncckpt.list_steps(tmp_path) == [5, 6]

@@ -104,7 +104,7 @@ def test_tensors_and_objects_stay_the_same(tmp_path: Path) -> None:
         ckpt.step(0)
     new = {"model": model, "epoch": 0, "ema": ema, "added": 5}
     with asyncckpt.Checkpointer(tmp_path, every=9, all=new) as ckpt:
-        with pytest.raises(asyncckpt.IncompatibleError, match="added' is missing"):
+        with pytest.raises(asyncckpt.IncompatibleError, match=r"only in this state .*added'"):
             ckpt.restore()
         assert new["epoch"] == 0
         del new["added"]

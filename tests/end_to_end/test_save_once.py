@@ -22,7 +22,7 @@ def test_one_call_saves_and_one_loads(tmp_path: Path) -> None:
     assert asyncckpt.save(path, state, 10).step == 10
     assert list(differences(asyncckpt.load(path), state)) == []
     assert asyncckpt.describe(path, 0).metadata == {"loss": 0.5}
-    with pytest.raises(asyncckpt.ConflictError, match="step 10 exists"):
+    with pytest.raises(asyncckpt.ConflictError, match="step 10 already exists"):
         asyncckpt.save(path, state, 10)
 
 
@@ -51,16 +51,16 @@ def test_it_waits_for_a_save_in_flight(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [None, [1], "x", torch.ones(2)])
 def test_what_is_no_state_is_named(tmp_path: Path, state: object) -> None:
-    with pytest.raises(asyncckpt.UsageError, match=r"state|nothing to save"):
+    with pytest.raises(asyncckpt.UsageError, match=r"state|nothing was given"):
         asyncckpt.save(tmp_path / "d", state)  # type: ignore[arg-type]
 
 
 def test_a_save_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(asyncckpt.UsageError, match="nothing to save"):
+    with pytest.raises(asyncckpt.UsageError, match="nothing was given"):
         asyncckpt.save(tmp_path / "d", {})
     with asyncckpt.Saver(path=tmp_path / "d") as saver:
         for call in (saver.save, saver.save_async):
-            with pytest.raises(asyncckpt.UsageError, match=r"nothing to save.*hashtables or tensors"):
+            with pytest.raises(asyncckpt.UsageError, match=r"nothing was given to save.*hashtables or tensors"):
                 call(1)
         assert asyncckpt.list_steps(tmp_path / "d") == []
         saver.save(1, metadata={"note": "no model yet"})

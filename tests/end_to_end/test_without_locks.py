@@ -324,7 +324,7 @@ def test_a_lock_that_another_process_has_taken_ends_the_commits(tmp_path: Path) 
         lose_lock(tmp_path)
         with Directory.open(tmp_path) as root:
             lock = _lock_file(root, LOCK_NAME)  # As another process would: by an open file of its own.
-        with pytest.raises(asyncckpt.ConflictError, match="is being written by another process"):
+        with pytest.raises(asyncckpt.ConflictError, match="is locked by process"):
             saver.save(2)
         os.close(lock)
         saver.save(3)

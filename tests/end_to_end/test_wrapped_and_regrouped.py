@@ -45,7 +45,7 @@ def test_names_that_differ_in_a_prefix_alone_get_a_hint(tmp_path: Path, prefix: 
     state = {prefix + name: value for name, value in net(1.0).state_dict().items()}
     asyncckpt.save(tmp_path / "d", {"model": state})
     with pytest.raises(
-        asyncckpt.IncompatibleError, match=r"differ only in 'module\.'.*give the module that was wrapped"
+        asyncckpt.IncompatibleError, match=r"differ only in 'module\.'.*pass the module that was wrapped"
     ):
         asyncckpt.Loader(tmp_path / "d", tensors={"model": net(0.0)}).load()
     asyncckpt.save(tmp_path / "other", {"model": {"else": torch.ones(1)}})
@@ -79,7 +79,7 @@ def test_the_state_of_a_checkpointer_is_not_that_of_dense_state_of(tmp_path: Pat
 def test_names_that_are_the_same_in_a_state_nested_otherwise_get_a_hint(tmp_path: Path) -> None:
     """It said that the names differ in the prefix of a wrapper."""
     asyncckpt.save(tmp_path, {"model": torch.nn.Sequential(net(1.0))})
-    with pytest.raises(asyncckpt.IncompatibleError, match="is there in a state nested otherwise") as caught:
+    with pytest.raises(asyncckpt.IncompatibleError, match="is in a state nested otherwise") as caught:
         asyncckpt.Loader(tmp_path, tensors={"model": {"0": net(0.0)}}).load()
     assert "differ only" not in str(caught.value)
 
@@ -108,7 +108,7 @@ def test_other_groups_are_refused_before_anything_is_filled(
     groups = [{"params": [left.pop(0) for _ in range(count)]} for count in split]
     optimizer = torch.optim.AdamW(groups)
     loader = asyncckpt.Loader(tmp_path / "d", tensors={"model": target, "optim": optimizer}, strict=strict)
-    message = rf"'optim' has groups of {re.escape(found)} parameters, the checkpoint \[2, 2\].*nothing was changed"
+    message = rf"'optim' has groups of {re.escape(found)} parameters, the checkpoint \[2, 2\]"
     with pytest.raises(asyncckpt.IncompatibleError, match=message):
         loader.load()
     assert all(bool(parameter.eq(0).all()) for parameter in target.parameters())
@@ -151,11 +151,11 @@ def test_a_tied_weight_may_be_there_under_one_name(tmp_path: Path) -> None:
     assert bool(model.lm_head.weight.eq(1).all())
     assert report.missing == ()
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(4, 3))
-    with pytest.raises(asyncckpt.IncompatibleError, match=r"lm_head\.weight' is missing"):
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"only in this state .*lm_head\.weight'"):
         asyncckpt.Loader(tmp_path / "d", tensors={"model": model}).load()
 
 
 def test_what_has_no_elements_is_tied_to_nothing(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path / "d", {"a": torch.ones(0, 3), "c": torch.ones(1)})
-    with pytest.raises(asyncckpt.IncompatibleError, match="'b' is missing"):
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"only in this state \(1\): 'b'"):
         asyncckpt.Loader(tmp_path / "d", tensors={"a": torch.ones(0, 3), "b": torch.ones(0, 3)}).load()

@@ -193,9 +193,9 @@ def renamed(names: dict[str, str]) -> Callable[[Blocks], Blocks]:
     ("nonsense", "message"),
     [
         (raises, "raises' raised ValueError: no luck"),
-        (lambda blocks: None, "returned nonsense, found 'NoneType'"),
-        (lambda blocks: "user@id", "returned nonsense, found 'str'"),
-        (lambda blocks: [1], "returned nonsense, found 'int'"),
+        (lambda blocks: None, "returned nonsense, found None"),
+        (lambda blocks: "user@id", "returned nonsense, found a str"),
+        (lambda blocks: [1], "returned nonsense, found an int"),
         (foreign, "block 'user@id' of another save"),
         (without_ids, "kept block 'user@embedding' of a table without its ids"),
         (twice, "returned block 'user@id' twice"),

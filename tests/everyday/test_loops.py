@@ -82,7 +82,7 @@ class Program:
             try:
                 future = self.saver.save_async(step, kind=kind, metadata={"n": step})
             except (asyncckpt.IOFailedError, asyncckpt.ConflictError, asyncckpt.UsageError) as error:
-                is_of_before = bool(self.may_fail) and "was changed behind" in str(error)
+                is_of_before = bool(self.may_fail) and "was changed between save_async" in str(error)
                 if is_full or kind == "delta" or is_of_before:
                     return
                 raise

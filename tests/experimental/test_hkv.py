@@ -216,5 +216,5 @@ def test_columns_must_be_the_whole_value_row(states: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("bit", [-1, 63])
 def test_reserved_bit_is_checked(bit: int) -> None:
-    with pytest.raises(asyncckpt.UsageError, match="reserved_key_start_bit of table 'user' is wrong"):
+    with pytest.raises(asyncckpt.UsageError, match="reserved_key_start_bit of table 'user' must be"):
         HkvTable("user", FakeHkv(3, dtype=torch.float32), dim=3, device="cpu", reserved_key_start_bit=bit)

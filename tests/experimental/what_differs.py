@@ -79,7 +79,7 @@ def test_nothing_is_published_over_another_file(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"new")
     (tmp_path / "target").write_bytes(b"old")
     with Directory.open(tmp_path) as folder:
-        with pytest.raises(asyncckpt.ConflictError, match="exists already"):
+        with pytest.raises(asyncckpt.ConflictError, match="already exists"):
             folder.publish("source", "target")
         folder.publish("source", "other")
     assert (tmp_path / "target").read_bytes() == b"old"

@@ -96,7 +96,7 @@ def test_what_is_not_read_back_as_written_is_not_published(
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_a_name_that_is_taken_is_left_alone(kind: str, run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(ConflictError, match="exists already"):
+    with pytest.raises(ConflictError, match="already exists"):
         EXPORTS[kind](run, tmp_path / "out")
     assert left_beside(run) == ["out"]
     assert list((tmp_path / "out").iterdir()) == []

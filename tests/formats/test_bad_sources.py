@@ -235,7 +235,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "torch: empty": ("torch", DAMAGED, "is empty", cut_file(0, torch_file(GOOD))),
     "torch: truncated by a byte": ("torch", DAMAGED, "zip archive", cut_file(1, torch_file(GOOD))),
     "torch: truncated by half": ("torch", DAMAGED, "zip archive", cut_file(600, torch_file(GOOD))),
-    "torch: text": ("torch", UNREADABLE, "no file of torch.save", raw_file(b"hello")),
+    "torch: text": ("torch", UNREADABLE, "not a file of torch.save", raw_file(b"hello")),
     "torch: a plain pickle": ("torch", UNREADABLE, "a pickle", raw_file(pickle.dumps(Evil()))),
     "torch: the format before 1.6": (
         "torch",
@@ -314,7 +314,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "hf: negative offsets": (
         "hf",
         DAMAGED,
-        "data_offsets is wrong",
+        "data_offsets must be",
         raw_file(header({"a": entry(-4, 0, [4])}, b"four")),
     ),
     "hf: a shape that overflows": (
@@ -327,7 +327,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "hf: a shard above the folder": ("hf", DAMAGED, "foreign file", index_of({"a": "../x.safetensors"}, {})),
     "hf: a shard by an absolute path": ("hf", DAMAGED, "foreign file", index_of({"a": "/tmp/x.safetensors"}, {})),
     "hf: a shard in a folder": ("hf", DAMAGED, "foreign file", index_of({"a": "b/x.safetensors"}, {})),
-    "hf: a shard that is no name": ("hf", DAMAGED, "is wrong", index_of({"a": 7}, {})),
+    "hf: a shard that is no name": ("hf", DAMAGED, "must be", index_of({"a": 7}, {})),
     "hf: a shard of another kind": ("hf", DAMAGED, "foreign file", index_of({"a": "/etc/passwd"}, {})),
     "hf: a shard that is missing": ("hf", DAMAGED, "is missing", index_of({"a": "x.safetensors"}, {})),
     "hf: a tensor that is missing": (
@@ -431,7 +431,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "recsdk: rows of 128 TiB": (
         "recsdk",
         DAMAGED,
-        "slice.attribute' is wrong: shape",
+        "slice.attribute' has an impossible shape",
         recsdk_with(lambda t: set_numbers(t / "embedding/slice.attribute", at=2, to=1 << 45)),
     ),
     "recsdk: less rows than keys": (
@@ -443,7 +443,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "recsdk: elements of 3 bytes": (
         "recsdk",
         DAMAGED,
-        "bytes of an element",
+        "element size",
         recsdk_with(lambda t: set_numbers(t / "key/slice.attribute", at=0, to=3)),
     ),
     "recsdk: a key twice": (
@@ -462,7 +462,7 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "recsdk: meta.ini of anything": (
         "recsdk",
         DAMAGED,
-        "meta.ini' is wrong",
+        "meta.ini' is damaged",
         recsdk_with(lambda t: (t.parent / "meta.ini").write_bytes(b"\xff" * 100)),
     ),
     "recsdk: a part of the rows": (

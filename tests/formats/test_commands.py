@@ -117,9 +117,9 @@ def test_names_are_changed_on_the_way_out_and_in(kind: str, run: Path, tmp_path:
 
 
 WRONG: list[tuple[list[str], str]] = [
-    (["nothing=other"], "what is not there"),
-    (["user=a", "user=b"], "one name two new ones"),
-    (["user"], "two names with = between them"),
+    (["nothing=other"], "unknown names"),
+    (["user=a", "user=b"], "maps one name twice"),
+    (["user"], "is not OLD=NEW"),
 ]
 
 

@@ -166,7 +166,7 @@ def test_a_run_that_begins_anew_with_smaller_batches_is_ended(tmp_path: Path) ->
         if not ends:  # Nothing was trained yet.
             running.train()
             continue
-        with pytest.raises(asyncckpt.UsageError, match="begin anew with smaller batches"):
+        with pytest.raises(asyncckpt.UsageError, match="start again with smaller batches"):
             running.train()
         assert asyncckpt.list_steps(place / "checkpoints") == [4, 5]
         transformers_job.trainer(place).train(resume_from_checkpoint=True)

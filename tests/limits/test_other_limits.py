@@ -153,11 +153,11 @@ def test_steps_and_files_have_names_or_are_refused(tmp_path: Path, monkeypatch: 
     for rank, index in ((limits.RANKS_MAX, 0), (0, limits.FILES_MAX)):
         with pytest.raises(UsageError, match="too many ranks or shard files"):
             shard_name(rank=rank, index=index)
-    with pytest.raises(UsageError, match="step is wrong"):
+    with pytest.raises(UsageError, match="step must be"):
         Attempt.new(limits.STEP_MAX + 1)
     ShardedSave().save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(3))}, tmp_path)
     monkeypatch.setattr(limits, "STEP_MAX", 0)
-    with pytest.raises(UsageError, match="step is wrong"):
+    with pytest.raises(UsageError, match="step must be"):
         ShardedLoad().remove_sharded_tensors(tmp_path, "a")
     check_nothing_left(tmp_path / "sharded")
     assert set(ShardedLoad().load_tensors_metadata(tmp_path)) == {"a"}

@@ -223,7 +223,7 @@ def a_rank_is_not_made(rank: int, folder: Path) -> None:
     """For a wrong argument on it alone; its Saver had been made, so the other one restores."""
     training = Restoring(rank, folder)
     with (
-        pytest.raises(PeerError if rank == 0 else UsageError, match="every is wrong"),
+        pytest.raises(PeerError if rank == 0 else UsageError, match="every must be"),
         training.open(folder / "ckpt", part=training.part, every=1000 if rank == 0 else 0) as ckpt,
     ):
         ckpt.restore()

@@ -297,12 +297,12 @@ def a_last_call_fails(rank: int, folder: Path) -> None:
     with saver_of(training, folder / "checkpoints") as saver:
         saver.save(1)
         if rank == 1:
-            with pytest.raises(UsageError, match="step is wrong"):
+            with pytest.raises(UsageError, match="step must be"):
                 saver.save_async(-5)
         else:
             error = raised(saver.save_async(2))
             assert isinstance(error, PeerError)
-            assert "step is wrong" in error.cause
+            assert "step must be" in error.cause
 
 
 SLICE_SIZE = 65536
@@ -328,7 +328,7 @@ def slices(rank: int, folder: Path) -> None:
     table = asyncckpt.HashTable("sliced", 2, shard=gen_slice(rank, 3))
     mine = rows_of_slice(ids, rank, 3)
     for strange in (ids[~mine][:1], ids[~mine][-1:]):
-        with pytest.raises(UsageError, match=rf"{strange[0]} does not belong to buckets \d+ to \d+ of 65536 of table"):
+        with pytest.raises(UsageError, match=rf"{strange[0]} belongs to bucket \d+ .* holds buckets"):
             table.insert(strange, rows[:1])
         with pytest.raises(UsageError, match="does not belong"):
             table.lookup(strange)
@@ -405,7 +405,7 @@ def without_a_word_about_ranks(rank: int, folder: Path) -> None:
             dist.barrier()
             with pytest.raises(ConflictError, match=r"come too late.*process_group=.*alone=True"):
                 asyncckpt.Saver(path=folder / "checkpoints")
-            with pytest.raises(ConflictError, match="ranks of one job save together, see RankOptions"):
+            with pytest.raises(ConflictError, match="ranks of one job save together: RankOptions"):
                 asyncckpt.Saver(path=folder / "checkpoints", ranks=asyncckpt.RankOptions(alone=True))
             dist.barrier()
         dist.barrier()

@@ -70,7 +70,7 @@ def ranks_tie_different_ones(rank: int, folder: Path) -> None:
             future = saver.save_async(4)
             error = future.exception(WAIT_S_MAX)
             assert isinstance(error, asyncckpt.ConflictError)
-            assert "other values on ranks" in str(error), error
+            assert "different values on ranks" in str(error), error
             dist.barrier()
 
 

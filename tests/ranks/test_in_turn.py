@@ -224,7 +224,7 @@ def test_other_steps_may_be_saved_between_the_parts(tmp_path: Path) -> None:
     other = {"x": torch.ones(1)}
     for rank in range(RANKS):
         assert len(save(tmp_path, rank, 9).waits_for) == 3 - rank
-        with pytest.raises(asyncckpt.ConflictError, match="step 9 exists already"):
+        with pytest.raises(asyncckpt.ConflictError, match="step 9 already exists"):
             asyncckpt.save(tmp_path, other, 9)
         asyncckpt.save(tmp_path, other, rank)
     assert asyncckpt.list_steps(tmp_path) == [0, 1, 2, 3, 9]
@@ -270,7 +270,7 @@ def test_what_saves_by_itself_refuses_ranks_in_turn(tmp_path: Path) -> None:
             asyncckpt.Checkpointer(tmp_path, every=1, options={"ranks": IN_TURN, **more}, x=torch.nn.Linear(1, 1))
     with pytest.raises(asyncckpt.UsageError, match="in turn"):
         asyncckpt.RankOptions(process_group=object(), in_turn=True)
-    with pytest.raises(asyncckpt.UsageError, match="in_turn is wrong"):
+    with pytest.raises(asyncckpt.UsageError, match="in_turn must be"):
         asyncckpt.RankOptions(in_turn=1)  # type: ignore[arg-type]
 
 

@@ -140,7 +140,7 @@ CASES: dict[str, tuple[type[CheckpointError], str, Spoil]] = {
     ),
     "ids of another dtype": (
         CorruptError,
-        "ids of a wrong form",
+        "malformed ids",
         lambda d: change_header(d, IDS, lambda h: set_entry(h, IDS, dtype="F64")),
     ),
     "ids of another slice": (
@@ -166,7 +166,7 @@ CASES: dict[str, tuple[type[CheckpointError], str, Spoil]] = {
     ),
     "a file number that is none": (
         CorruptError,
-        "is wrong",
+        "must be",
         lambda d: change_json(d, INDEX, lambda j: j["block_index"].update({EMBEDDING: 99})),
     ),
     "two files of one number": (
@@ -200,7 +200,7 @@ CASES: dict[str, tuple[type[CheckpointError], str, Spoil]] = {
     "no names of blocks": (CorruptError, "is missing", lambda d: (d / KEYS).unlink()),
     "a block without a name": (
         CorruptError,
-        "no name of a block",
+        "not the name of a block",
         lambda d: change_json(d, KEYS, lambda j: j.pop(EMBEDDING)),
     ),
     "a name without a block": (
@@ -215,7 +215,7 @@ CASES: dict[str, tuple[type[CheckpointError], str, Spoil]] = {
     ),
     "a slice that is none": (
         CorruptError,
-        "no name of a block",
+        "not the name of a block",
         lambda d: change_json(d, KEYS, lambda j: j.update({EMBEDDING: "user@embedding^40000@32768@65536"})),
     ),
     "slices of one shard that differ": (
@@ -375,7 +375,7 @@ def test_what_does_not_fit_the_targets_is_refused(tmp_path: Path) -> None:
     refused = [
         (IncompatibleError, "does not fit column 'embedding'", {"hashtables": {"user": wide}}),
         (IncompatibleError, "embedding", {"hashtables": {"user": half}}),
-        (IncompatibleError, "'item' is missing", {"hashtables": {"item": table}}),
+        (IncompatibleError, "only in this state (1): 'item'", {"hashtables": {"item": table}}),
         (IncompatibleError, "shape", {"tensors": {"dense.weight": torch.zeros(2)}}),
         (UsageError, "slots that no table has", {"hashtables": {"user": table}, "columns": {"nothing": "sum"}}),
         (UsageError, "the same column", {"hashtables": {"user": table}, "columns": {"step_filter": "embedding"}}),

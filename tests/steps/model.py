@@ -203,7 +203,7 @@ class Model:
                 wrong = [name for name in unlike(loaded, save.values) if name not in save.uncounted]
                 found += [f"{name} of step {save.number}" for name in wrong]
             elif not isinstance(error, asyncckpt.UsageError) or not any(
-                f"{name!r} was changed behind the call" in str(error) for name in save.changed
+                f"{name!r} was changed between save_async" in str(error) for name in save.changed
             ):
                 found.append(f"step {save.number} was refused: {error}; changed were {sorted(save.changed)}")
         errors = [save.future.exception(60) for save in self.saves]

@@ -53,7 +53,7 @@ def test_what_is_changed_otherwise_is_refused_by_name(
         with gate.held():
             future = saver.save_async(1)
             act(module)
-        with pytest.raises(asyncckpt.UsageError, match=r"'module\.weight' was changed behind the call"):
+        with pytest.raises(asyncckpt.UsageError, match=r"'module\.weight' was changed between save_async"):
             future.result(60)
 
 
@@ -93,7 +93,7 @@ def test_one_that_is_swapped_is_watched(tmp_path: Path, mesh: Any, gate: Gate, k
                 with torch.no_grad():
                     other.mul_(2)
         if writes:
-            with pytest.raises(asyncckpt.UsageError, match=r"'module\.weight' was changed behind the call"):
+            with pytest.raises(asyncckpt.UsageError, match=r"'module\.weight' was changed between save_async"):
                 future.result(60)
         else:
             future.result(60)

@@ -183,7 +183,7 @@ def test_a_tensor_that_is_swapped_is_watched(tmp_path: Path, gate: Gate, writes:
                 with torch.no_grad():
                     other.mul_(2)
         if writes:
-            with pytest.raises(asyncckpt.UsageError, match="'weight' was changed behind the call"):
+            with pytest.raises(asyncckpt.UsageError, match="'weight' was changed between save_async"):
                 future.result(30)
         else:
             future.result(30)
@@ -239,5 +239,5 @@ def test_a_write_that_torch_counts_late_is_seen(tmp_path: Path, gate: Gate, monk
     device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0)])
     with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device, durability="none") as saver:
         future = saver.save_async(1)
-        with pytest.raises(asyncckpt.UsageError, match="'weight' was changed behind the call"):
+        with pytest.raises(asyncckpt.UsageError, match="'weight' was changed between save_async"):
             future.result(30)

@@ -218,7 +218,7 @@ def test_a_step_that_does_not_wait_is_refused(
     round: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepFences, "before_step", nothing)
-    assert "was changed behind the call" in step_while_held(tmp_path, gate)[0]
+    assert "was changed between save_async" in step_while_held(tmp_path, gate)[0]
 
 
 @pytest.mark.parametrize("round", range(10))

@@ -82,7 +82,7 @@ def test_what_is_changed_otherwise_is_refused_by_name(world: World, gate: Gate) 
         with torch.no_grad():
             world.bias.add_(1)
         world.optimizers[1].step()
-    with pytest.raises(asyncckpt.UsageError, match=r"tensor 'bias' was changed behind the call.*wait_staged"):
+    with pytest.raises(asyncckpt.UsageError, match=r"tensor 'bias' was changed between save_async.*wait_staged"):
         future.result(30)
     assert asyncckpt.list_steps(world.path) == [0]
     values = world.values()

@@ -246,7 +246,7 @@ def test_a_write_past_the_table_is_refused_by_name(
             write(job.tables[0])
         error = future.exception(30)
         assert isinstance(error, asyncckpt.UsageError)
-        assert "column 't0.embedding' was changed behind the call of a save" in str(error)
+        assert "column 't0.embedding' was changed between save_async and" in str(error)
         before = job.values()
         saver.save_async(2).result(30)  # Of an arena that holds nothing that is known.
         assert wrong_in(tmp_path, 2, before) == []

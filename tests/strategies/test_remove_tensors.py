@@ -207,6 +207,6 @@ def test_a_number_that_somebody_has_taken_meanwhile_is_a_conflict(
 
     SAVE.save(state(), tmp_path)
     monkeypatch.setattr(remove_tensors, "read_manifest", older)
-    with pytest.raises(ConflictError, match="step 1 exists already"):
+    with pytest.raises(ConflictError, match="step 1 already exists"):
         LOAD.remove_sharded_tensors(tmp_path, "optimizer.")
     check_model(tmp_path)

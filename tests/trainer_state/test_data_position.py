@@ -181,7 +181,7 @@ def test_a_load_ends_an_iteration() -> None:
     running = iter(data)
     next(running)
     data.load_state_dict(position().state_dict())
-    with pytest.raises(asyncckpt.UsageError, match="loaded while an iteration was under way"):
+    with pytest.raises(asyncckpt.UsageError, match="loaded during an iteration"):
         next(running)
 
 

@@ -83,12 +83,12 @@ def test_nothing_is_drawn_from_the_global_generator() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"samples": 0}, "samples is wrong"),
-        ({"samples": True}, "samples is wrong"),
-        ({"samples": []}, "samples is wrong"),
-        ({"samples": 3, "seed": 2**63}, "seed is wrong"),
-        ({"samples": 3, "seed": 1.5}, "seed is wrong"),
-        ({"samples": 3, "rank": 2, "ranks_count": 2}, "rank is wrong"),
+        ({"samples": 0}, "samples must be"),
+        ({"samples": True}, "samples must be"),
+        ({"samples": []}, "samples must be"),
+        ({"samples": 3, "seed": 2**63}, "seed must be"),
+        ({"samples": 3, "seed": 1.5}, "seed must be"),
+        ({"samples": 3, "rank": 2, "ranks_count": 2}, "rank must be"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], text: str) -> None:

@@ -30,7 +30,7 @@ def test_steps_are_counted() -> None:
 
 @pytest.mark.parametrize("value", [-1, True, 1.0, None])
 def test_a_step_is_a_number(value: Any) -> None:
-    with pytest.raises(asyncckpt.UsageError, match="first step is wrong"):
+    with pytest.raises(asyncckpt.UsageError, match="first step must be"):
         StepCounter(value)
     with pytest.raises(asyncckpt.IncompatibleError, match="holds no step"):
         StepCounter().load_state_dict({"step": value})

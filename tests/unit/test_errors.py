@@ -46,10 +46,10 @@ def test_an_error_arrives_with_its_text_and_facts(error: CheckpointError) -> Non
 
 def test_a_very_long_name_is_printed_without_its_middle() -> None:
     name = "a" * 1_000_000 + "z"
-    error = UsageError(f"tensor {name!r} is wrong", found=[name], expected=name, hint="rename it")
+    error = UsageError(f"tensor {name!r} has another name", expected=name, found=[name], hint="rename it")
     assert len(str(error)) < 7000
     assert str(error).startswith("tensor 'aaa")
-    assert str(error).endswith("az' (rename it)")
+    assert str(error).endswith("az (rename it)")
     assert error.found == [name]
 
 

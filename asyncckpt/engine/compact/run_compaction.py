@@ -81,7 +81,7 @@ def run_compaction(
         except CorruptError as error:
             if _is_there(root, chain.newest):
                 raise
-            what = f"step {step} of {str(root.path)!r} was removed, or saved anew, while it was compacted"
+            what = f"step {step} of {str(root.path)!r} was removed, or saved again, while it was compacted"
             raise NotFoundError(what) from error
         except (OSError, MemoryError) as error:
             raise as_checkpoint_error(error, step) from error

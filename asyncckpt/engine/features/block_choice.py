@@ -45,7 +45,7 @@ def filter_blocks(job: SaveJob, blocks: list[StagedBlock]) -> list[StagedBlock]:
     assert job.target.filter_func is not None
     left = run_filter(job.target.filter_func, [WriteBlock(block.spec, block.data.whole) for block in blocks])
     if pid != os.getpid():
-        raise UsageError("filter_func forked a child, which goes on with its parent's save", hint="end it there")
+        raise UsageError("filter_func forked a child, which would continue its parent's save", hint="end it there")
     if left is None:
         return blocks
     return [

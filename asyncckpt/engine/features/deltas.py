@@ -153,14 +153,13 @@ def _checked(base: ChainLink | None, step: int) -> ChainLink:
     """Return the base of a delta of this step; UsageError when there cannot be one."""
     if base is None:
         raise UsageError(
-            "a delta has nothing to build upon: this Saver knows of no checkpoint of its own that has committed",
-            hint="the first save of a Saver is a full one, as is that after one whose end it did not hear from rank 0; "
-            "kind='auto' sees to that",
+            "kind='delta' needs a base, and this Saver has not committed a checkpoint yet, as far as it knows",
+            hint="use kind='auto', which saves a full checkpoint first",
         )
     if step <= base.parent.step:
         raise UsageError(
-            f"a delta of step {step} cannot build upon step {base.parent.step}, which this Saver has committed last",
-            expected=f"a step above {base.parent.step}",
+            f"a delta needs a step above its base: step {step} is not above step {base.parent.step}, the last one that "
+            "this Saver has committed",
             hint="save a full checkpoint: kind='full' or 'auto'",
         )
     if len(base.chain) > limits.CHAIN_STEPS_MAX:

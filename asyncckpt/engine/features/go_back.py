@@ -50,11 +50,11 @@ def choose_step(target: SaveTarget, uploads: Uploads | None, step: int | None, *
         check_may_go_back(target, step)
     elif newer:
         removes = f"asyncckpt rm {path} --after {step}" if is_there else f"restore({step}, discard_newer=True)"
+        count = "is 1 newer checkpoint" if len(newer) == 1 else f"are {len(newer)} newer checkpoints, up to"
         raise UsageError(
-            f"step {step} is not the newest in {path!r}, and two histories do not go into one directory",
-            found=f"{len(newer)} newer, up to step {newer[-1]}",
-            hint=f"{removes} removes what was saved after it; to only read an older step, use asyncckpt.load or a "
-            "Loader",
+            f"cannot resume from step {step} of {path!r}: there {count} step {newer[-1]}",
+            hint=f"{removes} deletes {'it' if len(newer) == 1 else 'them'}; asyncckpt.load({path!r}, {step}) only "
+            f"reads step {step}",
         )
     return [step, url]
 

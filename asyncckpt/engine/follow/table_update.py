@@ -29,7 +29,7 @@ from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.engine.compact.fold import copies_of_column
 from asyncckpt.engine.follow.cursor import SeenStep
 from asyncckpt.engine.load.run_load import empty_companions, fill, give_state_dicts, report_of, with_scalars
-from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError, nearest
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import compacted_manifest_name, manifest_name
 from asyncckpt.model.enough_memory import enough_memory
@@ -227,7 +227,8 @@ class OpenUpdate:
 
     def _change(self, table: str) -> StoredTable:
         if table not in self._changes:
-            raise UsageError(f"table {table!r} is not in step {self.step}", found=table, expected=sorted(self._changes))
+            known, hint = sorted(self._changes), nearest(table, self._changes)
+            raise UsageError(f"table {table!r} is not in step {self.step}", expected=known, hint=hint)
         return self._changes[table]
 
     def _change_of(self, table: StoredTable) -> StoredTable:

@@ -208,6 +208,8 @@ def load_open(
 
         def before_fill() -> None:
             half_filled.note(request.state, request.tables, step=chain.step)
+            if opened.whole is None:
+                reader.hint = f"targets may hold parts of step {chain.step}; load another step, or pass fallback=True"
             if request.before_fill is not None:
                 request.before_fill()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import CorruptError, UsageError
+from asyncckpt.errors import CorruptError, UsageError, nearest
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import (
@@ -195,7 +195,8 @@ def _chosen(contents: Contents, wanted: WholeRequest) -> list[str]:
         return list(contents.tables) if wanted.tables else []
     for name in wanted.tables:
         if name not in contents.tables:
-            raise UsageError(f"there is no table {name!r}", expected=f"some of {sorted(contents.tables)}")
+            what = f"there is no table {name!r}; this checkpoint holds {sorted(contents.tables) or 'none'}"
+            raise UsageError(what, hint=nearest(name, contents.tables))
     return list(wanted.tables)
 
 

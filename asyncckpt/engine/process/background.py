@@ -214,9 +214,8 @@ def check_may_wait(what: str, *pools: IdleEndingThreads, holding: Guard | None =
     """
     needed = (_loop_thread, workers, writers, committer, retainer, talkers, *pools)
     if any(pool.is_current_thread() for pool in needed):
-        raise UsageError(
-            f"waiting for {what} on the background thread would wait for ever", hint="wait on a thread of your own"
-        )
+        why = "it runs on a thread that the wait is for"
+        raise UsageError(f"cannot wait for {what} in a filter or callback: {why}", hint="wait on a thread of your own")
     check_holds_none(what, but=holding)
 
 

@@ -20,7 +20,7 @@ from asyncckpt.signals import Guard, check_timeout
 C = TypeVar("C", bound="Closing")
 
 BUSY_POLL_S = 0.02  # How often `when_free` looks.
-_WOULD_STOP = "and a wait on this thread would stop its event loop"
+_WOULD_STOP = "and waiting on this thread would stop its event loop"
 
 
 def on_event_loop() -> bool:
@@ -31,7 +31,7 @@ def on_event_loop() -> bool:
 def check_may_wait_for(other: Ticket) -> None:
     """Raise before an asynchronous call waits for the save lock: SaveInProgressError on an event loop."""
     if on_event_loop():
-        raise SaveInProgressError(f"a {other} is in flight, {_WOULD_STOP}", hint="await when_free() before the call")
+        raise SaveInProgressError(f"a {other} is running, {_WOULD_STOP}", hint="await when_free() before the call")
 
 
 def check_may_wait_here(what: str, *, holding: Guard | None = None) -> None:

@@ -95,10 +95,9 @@ class Ticket:
         return other.kind != "load" if self.kind == "staging" else other.is_captured
 
     def __str__(self) -> str:
-        age_s = time.monotonic() - self.begun
         step = "the next step" if self.step is None else f"step {self.step}"
         place = "" if self.path is None else f" in {str(self.path)!r}"
-        return f"{self.kind} of {step}{place}, {age_s:.1f} s old"
+        return f"{self.kind} of {step}{place}"
 
 
 class SaveLock:
@@ -151,9 +150,9 @@ class SaveLock:
             if on_busy == "skip":
                 return False
             if on_busy == "raise":
-                raise SaveInProgressError(
-                    f"a {other} is in flight", hint="await it, or pass on_busy='wait', 'skip' or 'queue'"
-                )
+                age_s = time.monotonic() - other.begun
+                what = f"a {other} is still running, for {age_s:.1f} s so far"
+                raise SaveInProgressError(what, hint="wait for it, or pass on_busy='wait', 'skip' or 'queue'")
             before_wait(other)
             self._check_may_wait(other)
             left_s = until - time.monotonic()
@@ -177,8 +176,8 @@ class SaveLock:
         for ticket in self._held:
             if ticket.thread == threading.get_ident():
                 raise UsageError(
-                    f"waiting for a {ticket} on the thread that makes it would wait for ever",
-                    hint="a signal handler, or what a save or load calls, cannot wait for it: pass on_busy='skip'",
+                    f"cannot wait for a {ticket} in a signal handler, or in what it calls: it runs on this thread",
+                    hint="pass on_busy='skip'",
                 )
 
     def hand_over(self, ticket: Ticket, *, is_captured: bool = False) -> None:

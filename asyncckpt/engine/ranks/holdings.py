@@ -18,7 +18,8 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from asyncckpt.errors import ConflictError, CorruptError, UsageError
+from asyncckpt.coordination.messages import malformed
+from asyncckpt.errors import ConflictError, UsageError, Words, must_be
 from asyncckpt.format.strict_json import Json
 from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN, CountsIds, HoldsRange, IdsHeld, OwnsIds, Table, TableCut
@@ -114,26 +115,22 @@ def check_said(tables: Mapping[str, Table], *, index: int, count: int, may_be_pa
     if silent:
         names = ", ".join(map(repr, silent))
         raise UsageError(
-            f"{f'tables {names} do' if len(silent) > 1 else f'table {names} does'} not say what this rank holds, "
+            f"{f'tables {names} do' if len(silent) > 1 else f'table {names} does'} not say which ids this rank holds, "
             f"and {count} ranks save together",
-            found=tables[silent[0]].shard,
-            expected=f"shard=({index}, {count}) or shard=(begin, end, 65536), replicated=True, or a table with OwnsIds",
-            hint=f"with shard=({index}, {count}) it holds the ids whose unsigned value modulo {count} is {index}, with "
-            "shard=(begin, end, 65536) those of a slice as RecIS cuts them; with replicated=True the same rows as on "
-            "every other rank that has it; with OwnsIds those of a rule of its own",
+            hint=f"HashTable(..., shard=({index}, {count})) for the ids with id % {count} == {index}; "
+            "shard=(begin, end, 65536) for a slice of RecIS; replicated=True if all ranks hold the same rows; OwnsIds "
+            "for a rule of your own",
         )
     for name, table in tables.items():
         if len(table.shard) == 2 and table.shard[1] == count and table.shard[0] != index:
-            raise UsageError(
-                f"table {name!r} has the shard of another rank", found=table.shard, expected=(index, count)
-            )
+            raise must_be(f"shard of table {name!r} on this rank", f"({index}, {count})", table.shard)
 
 
 def _check_all_here(name: str, table: Table) -> None:
     if is_part(table.shard) or (isinstance(table, HoldsRange) and not is_whole(table)):
         raise UsageError(
-            f"table {name!r} is a part, and this rank saves alone: nobody would save the rest",
-            found=str(slice_of(table)),
+            f"table {name!r} is a part, and this rank saves alone: the rest would not be saved",
+            found=Words(slice_of(table)),
             hint=f"{TOGETHER_HINT}; with RankOptions(alone=True) it is saved as a part",
         )
 
@@ -157,14 +154,14 @@ def check_slices(
             replica_on = next((other for other, names in enumerate(whole) if name in names), None)
             if replica_on is not None:
                 what = f"table {name!r} is a replica on rank {replica_on}, and a part of it on rank {rank}"
-                raise ConflictError(what, found=str(own), hint="say the same of it on all ranks")
+                raise ConflictError(what, found=Words(own), hint="declare it alike on all ranks")
             holders.setdefault(name, []).append((own, rank))
     for name, held in holders.items():
         by_rule = [rank for own, rank in held if not own.is_known]
         if by_rule and len(by_rule) < len(held):
             known, rank = next((own, rank) for own, rank in held if own.is_known)
             what = f"table {name!r} holds ids by a rule of its own on rank {by_rule[0]}, and others on rank {rank}"
-            raise ConflictError(what, found=str(known), hint="say the same of it on all ranks")
+            raise ConflictError(what, found=Words(known), hint="declare it alike on all ranks")
         twice = _overlap(held)
         if twice is not None:
             (one, first), (other, second) = sorted(twice, key=lambda item: item[1])
@@ -225,8 +222,8 @@ def check_ids_held(by_rank: Mapping[int, Mapping[str, IdsHeld]]) -> None:
             if held != expected:
                 others = "" if held.count != expected.count else ", other ones"
                 raise ConflictError(
-                    f"table {name!r} is said to be replicated, and is not the same on ranks {other} and {rank}",
-                    found=f"{held.count} ids{others}",
+                    f"table {name!r} is declared as replicated, and is not the same on ranks {other} and {rank}",
+                    found=Words(f"{held.count} ids{others}"),
                     expected=f"{expected.count} ids",
                     hint=REPLICA_HINT,
                 )
@@ -239,25 +236,25 @@ def encode_ids_held(tables: Mapping[str, IdsHeld]) -> Json:
 def decode_ids_held(value: Json, *, owner: str) -> dict[str, IdsHeld]:
     """Return what another rank has sent; CorruptError for anything else."""
     if type(value) is not dict:
-        raise CorruptError(f"{owner} sent counts of replicated tables that are none")
+        raise malformed(owner, "counts of replicated tables")
     found = {}
     for name, item in value.items():
         match item:
             case [int() as count, str() as fingerprint] if re.fullmatch("[0-9a-f]{1,16}", fingerprint):
                 found[name] = IdsHeld(count, int(fingerprint, 16))
             case _:
-                raise CorruptError(f"{owner} sent a count of table {name!r} that is none")
+                raise malformed(owner, f"a count of table {name!r}")
     return found
 
 
 def decode_slices(value: Json, *, owner: str) -> dict[str, TableSlice]:
     """Return the slices of tables that another rank has sent; CorruptError for anything else."""
     if type(value) is not dict:
-        raise CorruptError(f"{owner} sent slices of tables that are none")
+        raise malformed(owner, "slices of tables")
     slices = {}
     for name, item in value.items():
         numbers = [number for number in item if type(number) is int and number >= 0] if type(item) is list else []
         if type(item) is not list or not len(item) == len(numbers) == 4:
-            raise CorruptError(f"{owner} sent a slice of table {name!r} that is none")
+            raise malformed(owner, f"a slice of table {name!r}")
         slices[name] = TableSlice(*numbers)
     return slices

@@ -94,7 +94,7 @@ class StepInTurn:
             f"step {self.claim.step} was not committed",
             rank=missing[0],
             cause=f"{len(missing)} of {self.ranks_count} ranks have not saved their parts: {shown}",
-            hint="the next call begins the step anew, with all of its parts",
+            hint="save all parts of the step again",
         )
 
     def give_up(self, why: str) -> None:

@@ -27,7 +27,7 @@ import xxhash
 
 from asyncckpt.coordination.channel import Pauses
 from asyncckpt.coordination.rank_store import LineBroken, StoreLine, default_store
-from asyncckpt.errors import ConflictError, PeerError, warn
+from asyncckpt.errors import ConflictError, PeerError, Words, warn
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.store_url import Place
 
@@ -65,7 +65,7 @@ class Meeting:
                     raise ConflictError(
                         f"this rank has come too late to save into {str(path)!r}: a rank of torch.distributed has "
                         f"waited {MEETING_S:g} s for all of them, and saves alone",
-                        found=f"rank {self.rank} of {self.ranks_count}",
+                        found=Words(f"rank {self.rank} of {self.ranks_count}"),
                         hint=SPELLINGS,
                     )
                 if not pauses.pause(until):

@@ -250,12 +250,12 @@ def _join_over_store(path: Place, ranks: Ranks, call: int, deadline_s: float, ex
         if isinstance(path, StoreUrl):
             place = ranks.channel.get(call, "place", deadline_s).decode("utf-8")
             if place != str(path):
-                raise UsageError("ranks save to different places", found=str(path), expected=place)
+                raise UsageError("ranks save to different places", found=str(path), expected=f"{place!r}")
             return OpenedTogether(open_store(path, joins=True), ranks=ranks)
         return OpenedTogether(CheckpointRoot.for_joining(path, exact_modes=exact_modes), ranks=ranks)
     except NotFoundError as error:
         raise UsageError(
-            "the checkpoint directory that rank 0 has opened is not there on this rank",
+            "this rank does not see the checkpoint directory that rank 0 has opened",
             found=str(path),
             hint="all ranks need the same path, on a file system that they share",
         ) from error
@@ -286,7 +286,7 @@ def _await_root(path: Path, until: float, *, deadline_s: float, exact_modes: boo
                 raise PeerError(
                     "rank 0 has not opened the checkpoint directory",
                     rank=0,
-                    cause=f"{str(path)!r} is not there after {deadline_s:g} s",
+                    cause=f"{str(path)!r} does not exist after {deadline_s:g} s",
                     hint="all ranks need the same path, on a file system that they share",
                 ) from error
         time.sleep(POLL_S)

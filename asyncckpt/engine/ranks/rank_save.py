@@ -26,7 +26,7 @@ from asyncckpt.commit.root import CheckpointRoot, WriteRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.actions import Contradiction
 from asyncckpt.coordination.driver import run_call
-from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Kind, Outcome, Prepared, cause_of
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Kind, Outcome, Prepared, cause_of, malformed
 from asyncckpt.engine.features.deltas import settle
 from asyncckpt.engine.process.background import committer, run_on, talkers, workers
 from asyncckpt.engine.ranks.holdings import check_ids_held, decode_ids_held, decode_slices, encode_ids_held
@@ -362,7 +362,7 @@ def _attempt_folder(root: WriteRoot, attempt: Attempt) -> Iterator[Directory | S
         if isinstance(error, IOFailedError) if in_store else root.data.exists(attempt.directory):
             raise
         raise NotFoundError(
-            f"folder {attempt.directory!r}, which rank 0 has made for this save, is not there",
+            f"this rank does not see folder {attempt.directory!r}, which rank 0 has made for this save",
             hint="unless rank 0 has aborted the save: all ranks need one directory, on a file system that they share",
         ) from error
 
@@ -375,7 +375,7 @@ def _common_parents(begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> 
     for rank, chain in chains.items():
         if not chain or chain != chains[longest][: len(chain)]:
             raise ConflictError(
-                f"ranks {rank} and {longest} build their deltas upon different checkpoints",
+                f"ranks {rank} and {longest} base their deltas on different checkpoints",
                 hint="save a full checkpoint: kind='full'",
             )
     return chains.get(longest, ())
@@ -385,7 +385,7 @@ def _parents(notes: Fields) -> tuple[ParentFacts, ...]:
     items = notes.items("parents", count_max=FACTS_MAX)
     for item in items:
         if type(item) is not list or [type(part) for part in item] != [int, str, str] or not 0 <= item[0] <= STEP_MAX:
-            raise CorruptError(f"{notes.owner} sent parents that are none")
+            raise malformed(notes.owner, "parents")
     return tuple(ParentFacts(*item) for item in items)
 
 
@@ -394,7 +394,7 @@ def _files(rank: int, notes: Fields) -> list[FileFacts]:
     files = []
     for item in notes.items("files", count_max=FACTS_MAX):
         if type(item) is not list or [type(part) for part in item] != [str, int, str, int]:
-            raise CorruptError(f"rank {rank} sent files that are none")
+            raise malformed(f"rank {rank}", "files")
         path, header_bytes, digest, size = item
         files.append(FileFacts(path, rank, header_bytes, bytes.fromhex(digest), size))
     return files

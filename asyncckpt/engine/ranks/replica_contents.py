@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
+from asyncckpt.coordination.messages import malformed
 from asyncckpt.engine.features.block_choice import planned_blocks, staged_tables
 from asyncckpt.engine.features.row_fingerprints import Selections
 from asyncckpt.engine.ranks.holdings import REPLICA_HINT
 from asyncckpt.engine.ranks.replicas import TABLE_PREFIX, ReplicaList
 from asyncckpt.engine.save.save_job import SaveJob
-from asyncckpt.errors import ConflictError, CorruptError
+from asyncckpt.errors import ConflictError
 from asyncckpt.format.strict_json import dumps, loads
 from asyncckpt.native import Digester, core
 from asyncckpt.options import CHUNK_BYTES
@@ -136,22 +137,22 @@ def check_contents(by_rank: Mapping[int, Contents]) -> None:
 def _difference(path: str, rank: int, other: int) -> ConflictError:
     if path.startswith(TABLE_PREFIX):
         name = path.removeprefix(TABLE_PREFIX)
-        what = f"table {name!r} is taken for a replica, and has other values on ranks {rank} and {other}"
+        what = f"table {name!r} has different rows on ranks {rank} and {other}, but a replica must be equal on all"
         return ConflictError(what, hint=REPLICA_HINT)
     return ConflictError(
-        f"tensor {path} is taken for a replica, and has other values on ranks {rank} and {other}",
-        hint="what belongs to one rank alone is a plain value, or an asyncckpt.Sharded of the whole; buffers may "
-        "differ, where the module itself is saved and not its state_dict()",
+        f"tensor {path} has different values on ranks {rank} and {other}, but a tensor of the same name must be equal "
+        "on all ranks",
+        hint="state of one rank: save it as a plain value; a part of a whole: asyncckpt.Sharded; buffers may differ if "
+        "you save the module, not its state_dict()",
     )
 
 
 def decode_contents(raw: bytes, *, rank: int) -> Contents:
     """Return what another rank has sent; CorruptError for anything else."""
-    owner = f"what is in the replicas of rank {rank}"
-    value = loads(raw, owner=owner)
+    value = loads(raw, owner=f"what is in the replicas of rank {rank}")
     match value:
         case {"digests": dict() as digests, "ids": dict() as tables}:
             found = {name: [id for id in ids if type(id) is int] for name, ids in tables.items() if type(ids) is list}
             if all(type(digest) is str for digest in digests.values()) and found == tables:
                 return Contents({path: str(digest) for path, digest in digests.items()}, found)
-    raise CorruptError(f"{owner} is wrong")
+    raise malformed(f"rank {rank}", "digests of replicas")

@@ -24,6 +24,7 @@ from functools import cached_property
 import torch
 import xxhash
 
+from asyncckpt.coordination.messages import malformed
 from asyncckpt.engine.ranks.holdings import TableSlice, is_replicated, is_whole, slice_of
 from asyncckpt.engine.save.state_cut import ByPeers
 from asyncckpt.errors import CorruptError
@@ -199,12 +200,11 @@ def _table_replica(name: str, table: Table) -> Replica:
 
 def decode_list(raw: bytes, *, rank: int) -> list[Replica]:
     """Return the replicas of another rank; CorruptError for anything else."""
-    owner = f"the list of tensors of rank {rank}"
-    value: Json = loads(raw, owner=owner)
+    value: Json = loads(raw, owner=f"the list of tensors of rank {rank}")
     if type(value) is not list or not all(
         type(item) is list and [type(part) for part in item] == [str, int, str, bool] for item in value
     ):
-        raise CorruptError(f"{owner} is none")
+        raise malformed(f"rank {rank}", "the list of tensors")
     return [Replica(path=path, bytes=size, form=form, by_first=by_first) for path, size, form, by_first in value]
 
 
@@ -212,5 +212,5 @@ def decode_owners(raw: bytes) -> dict[str, int]:
     """Return who writes what, as the coordinator has sent it; CorruptError for anything else."""
     value: Json = loads(raw, owner="the list of writers")
     if type(value) is not dict or not all(type(rank) is int for rank in value.values()):
-        raise CorruptError("the list of writers is none")
+        raise malformed("rank 0", "the list of writers")
     return {path: rank for path, rank in value.items() if type(rank) is int}

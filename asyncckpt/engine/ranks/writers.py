@@ -91,7 +91,7 @@ class Decisions:
                 raise ConflictError(
                     "tensors or tables have got other names, dtypes or shapes on some ranks only",
                     found=missing[:5],
-                    hint="this save is lost, for no rank has captured these; the next one captures everything",
+                    hint="this save is lost, because no rank has captured these; the next one captures everything",
                 )
         return Decision(owners, held, is_same=False)
 
@@ -115,7 +115,7 @@ class Decisions:
         decision = self._by_name.get(agreement)
         if decision is None:
             raise ConflictError(
-                f"rank {rank} has captured what was agreed upon long ago",
+                f"rank {rank} has captured what an older agreement asks for",
                 hint="this save is lost; the next one captures everything on all ranks",
             )
         return decision

@@ -155,7 +155,7 @@ class SaveTarget:
         if step is not None:
             raise UsageError(
                 f"the state is not saved: loading step {step} has failed when parts of it were filled",
-                hint="load a step into it, as by restore(); or make the objects anew, call begin_anew(), and go on "
+                hint="call restore() to load a step into it; or make new objects, call begin_anew(), and continue "
                 "above the newest step there, or in another directory",
             )
 

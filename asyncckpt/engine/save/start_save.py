@@ -42,7 +42,7 @@ def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
     if not call.staged:
         check_may_wait("a blocking save")
     if target.ranks_count == 1 and not (target.tables or target.state or call.metadata):
-        raise UsageError("there is nothing to save", hint="give the Saver hashtables or tensors")
+        raise UsageError("nothing was given to save", hint="pass hashtables or tensors to the Saver")
     path, step = target.root.path, call.step
     ticket = Ticket(kind="save", path=path, step=step, thread=threading.get_ident())
     waiting = time.perf_counter()
@@ -76,7 +76,7 @@ def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
         work = Job(run=lambda: run_save(saving), fail=lambda error: fail_save(saving, error))
         job.stall_seconds = time.perf_counter() - begun
         if pid != os.getpid():
-            raise UsageError("the state forked a child, which goes on with its parent's save", hint="end it there")
+            raise UsageError("the state forked a child, which would continue its parent's save", hint="end it there")
         is_captured = job.staged is not None
         job.note("call", begun)
         background.submit(work)
@@ -176,7 +176,7 @@ def encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
-        raise UsageError("metadata is not a mapping with string keys", found=type(metadata).__name__)
+        raise UsageError("metadata is not a mapping with string keys", found=type(metadata))
     items = metadata.items()
     found = {encode_value(k, owner="key of metadata"): encode_value(v, owner=f"metadata[{k!r}]") for k, v in items}
     limits.check_manifest_bytes(len(dumps(found)), last="the metadata")

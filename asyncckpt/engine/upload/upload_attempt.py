@@ -28,7 +28,7 @@ import numpy as np
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, look_again
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError
+from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError, Words
 from asyncckpt.format import limits
 from asyncckpt.format.head import FileFacts, ManifestHead, SealedHead, decode_head
 from asyncckpt.format.manifest import BlockFacts, Manifest
@@ -96,8 +96,8 @@ def _go_on_below(root: CheckpointRoot, store: ObjectStore, below: Sequence[Seale
     going = {name.folder for name in names if name is not None and name.removal}
     for sealed in below:
         if sealed.head.folder_name in going:
-            what = f"step {sealed.head.step} is being removed from {str(store.url)!r}, and newer steps build upon it"
-            raise IOFailedError(what, errno=errno.ETIMEDOUT, hint=f"if nobody does so any more: rm {sealed.head.step}")
+            what = f"step {sealed.head.step} is being removed from {str(store.url)!r}, and newer steps need it"
+            raise IOFailedError(what, errno=errno.ETIMEDOUT, hint=f"if that has stopped: rm {sealed.head.step}")
     return any([_upload(root, store, sealed.head.file_name, options) for sealed in reversed(below)])
 
 
@@ -173,7 +173,7 @@ def _check_other_name(store: ObjectStore, manifest: Manifest) -> None:
 
 def _conflict(store: ObjectStore, key: str) -> ConflictError:
     return ConflictError(
-        f"object {str(store.url / key)!r} exists already, and is the manifest of another checkpoint",
+        f"object {str(store.url / key)!r} already exists, and is the manifest of another checkpoint",
         hint="does another writer upload to this URL? Upload to a prefix of its own, or remove that checkpoint",
     )
 
@@ -241,9 +241,8 @@ class _BlockChecks:
         digest, self._digester = self._digester.end(), core.digester()
         if digest != block.digest:
             raise CorruptError(
-                f"{self._owner} is corrupt: block {block.placed.spec.name!r} at offset {block.placed.offset} has "
-                "another digest",
-                found=digest.hex(),
+                f"{self._owner} is damaged: {block.placed.spec.name!r} does not match its digest",
+                found=Words(digest.hex()),
                 expected=block.digest.hex(),
                 hint="the checkpoint was not uploaded",
             )

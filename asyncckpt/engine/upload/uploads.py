@@ -73,7 +73,7 @@ class Uploads(SaveFeature):
     def open(path: Place, options: UploadOptions, *, rank: int, in_turn: bool) -> Uploads:
         """Check the store, if this rank uploads to it. UnsupportedError, NotFoundError, IOFailedError, UsageError."""
         if isinstance(path, StoreUrl):
-            raise UsageError("upload is for a directory on a disk", found=f"path {str(path)!r}", hint="leave it out")
+            raise UsageError("upload is for a directory on a disk", found=str(path), hint="leave it out")
         if in_turn:
             raise UnsupportedError("upload is not for ranks that save in turn", hint="upload the directory afterwards")
         uploads = Uploads(path, options, rank=rank)
@@ -140,7 +140,7 @@ class Uploads(SaveFeature):
         if not future.done() and self._pid != os.getpid():
             raise UsageError(f"{what} is made by the parent process", hint="wait for it there")
         if not wait_until_done(future, timeout):
-            raise DeadlineError(f"{what} did not end within {timeout} s", hint="it goes on")
+            raise DeadlineError(f"{what} did not end within {timeout} s", hint="it continues")
         error = future.exception(0)
         if error is not None:
             with self._guard:
@@ -158,7 +158,7 @@ class Uploads(SaveFeature):
         with CheckpointRoot.for_reading(self._on_disk) as root:
             while root.manifests.exists(upload_mark_name(attempt)):
                 if not pauses.pause(until):
-                    raise DeadlineError(f"{what} did not end within {timeout} s", hint="rank 0 says why, or goes on")
+                    raise DeadlineError(f"{what} did not end within {timeout} s", hint="see the log of rank 0")
         if not is_uploaded(self._store, attempt):
             raise AttemptGoneError(
                 f"step {attempt.step} of {str(self._path)!r} is not in {self._url!r}, nor waits to be uploaded",

@@ -117,7 +117,7 @@ class Quantize:
         if form.stage is not Stage.ARRAY:
             return "its bytes are packed already"
         if form.dtype not in FLOATS:
-            return f"{form.dtype} is no float"
+            return f"it needs floats, not {form.dtype}"
         if len(form.shape) < 2 or _row_bytes(_row_length(form), bits) >= form.row_bytes:
             found = "no rows" if len(form.shape) < 2 else f"rows of {form.row_bytes} bytes"
             return f"it has {found}, which would not become smaller"

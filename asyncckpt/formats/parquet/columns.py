@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.errors import CheckpointError, CorruptError, UnsupportedError
+from asyncckpt.errors import CheckpointError, CorruptError, UnsupportedError, Words
 from asyncckpt.format import limits
 from asyncckpt.format.dtypes import dtype_by_name, known_dtype
 from asyncckpt.format.strict_json import Fields, loads
@@ -199,7 +199,7 @@ def _column(
     if dtype is None:
         what = f"{owner} has a column {field.name!r} of a type that tables do not have"
         hint = "write the file without it; numbers, and lists of numbers of one size, can be imported"
-        raise UnsupportedError(what, found=str(field.type), hint=hint)
+        raise UnsupportedError(what, found=Words(field.type), hint=hint)
     role = _ROLES.get(name, Role.OPTIMIZER if dtype.startswith("float") else Role.METADATA)
     if field.name in described:
         own = described[field.name]
@@ -215,7 +215,7 @@ def _column(
         dtype, row_shape = said, shape
     column = ParquetColumn(name, role, dtype, row_shape, key=field.name)
     if name == ID_COLUMN and (dtype != "int64" or row_shape):
-        raise UnsupportedError(f"{owner} has ids of a wrong form", found=str(field.type), expected="int64")
+        raise UnsupportedError(f"{owner} has ids of a wrong form", found=Words(field.type), expected="int64")
     if row_shape and not 0 < column.row_bytes <= ROW_BYTES_MAX:
         what = f"{owner} has rows in column {field.name!r} that tables do not have"
         raise UnsupportedError(what, found=row_shape, expected=f"1 to {ROW_BYTES_MAX} bytes, the same in every row")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from asyncckpt.arguments import is_text
-from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError, UsageError
+from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError, UsageError, must_be
 from asyncckpt.format import limits
 from asyncckpt.formats.parquet.columns import ParquetColumn, arrow_errors, columns_of, pyarrow
 from asyncckpt.model.table import ID_COLUMN
@@ -98,7 +98,7 @@ def parquet_tables(path: Path, columns: Mapping[str, str] | None = None) -> list
     pyarrow()
     names = columns or {}
     if not isinstance(names, Mapping) or not all(isinstance(text, str) for item in names.items() for text in item):
-        raise UsageError("columns is no mapping of column to column", found=columns)
+        raise must_be("columns", "a mapping of column to column", columns)
     tables = [_table(name, files, names) for name, files in _files(path)]
     keys = {column.key for table in tables for column in table.columns}
     if names.keys() - keys:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
+from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError, Words
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Fields, loads
 from asyncckpt.formats.data_files import DataFiles, FileArray, array_of
@@ -182,12 +182,10 @@ def _read_index(folder: Directory) -> tuple[list[str], dict[str, int]]:
         by_number[number] = name
         counts.add(parsed[1])
     if len(counts) > 1:
-        raise CorruptError(
-            f"{owner} mixes files of different saves", found=sorted(counts), expected="one number of files"
-        )
+        raise CorruptError(f"{owner} mixes files of different saves", found=sorted(counts), expected="one number")
     places = {key: blocks.integer(key, at_most=max(0, len(by_number) - 1)) for key in blocks.members}
     if places and not by_number:
-        raise CorruptError(f"{owner} names no files", found=f"{len(places)} blocks")
+        raise CorruptError(f"{owner} names no files", found=Words(f"{len(places)} blocks"))
     return [by_number[number] for number in range(len(by_number))], places
 
 
@@ -268,9 +266,7 @@ def _part(owner: str, shard: Shard, slots: Mapping[str, StoredArray]) -> StoredP
     if ids is None or len(slots) < 2:
         raise CorruptError(f"{where} has no ids, or nothing else", found=sorted(slots))
     if ids.dtype.name != "int64" or len(ids.shape) != 1:
-        raise CorruptError(
-            f"{where} has ids of a wrong form", found=(ids.dtype.name, ids.shape), expected="int64 [rows]"
-        )
+        raise CorruptError(f"{where} has malformed ids", found=(ids.dtype.name, ids.shape), expected="int64 [rows]")
     for slot, array in slots.items():
         if not array.shape or array.shape[0] != ids.shape[0]:
             what = f"{where} has a slot {slot!r} that does not go with its ids"

@@ -102,7 +102,7 @@ def parse_block_name(stored: str, block: str, *, owner: str) -> BlockName:
     name, *slices = block.split("^")
     if len(slices) != 1 or not name:
         expected = "one '^', and something before it"
-        raise CorruptError(f"{owner}: {block!r} is no name of a block", expected=expected)
+        raise CorruptError(f"{owner}: {block!r} is not the name of a block", expected=expected)
     if slices[0] == DENSE_SLICE:
         return BlockName(name=name)
     table, at, slot = name.rpartition("@")
@@ -110,7 +110,7 @@ def parse_block_name(stored: str, block: str, *, owner: str) -> BlockName:
     shard = None if match is None else (int(match[1]), int(match[2]), int(match[3]))
     if not at or not table or not slot or not is_shard(shard):
         expected = "table@slot^begin@end@size, 0 <= begin < end <= size"
-        raise CorruptError(f"{owner}: {block!r} is no name of a block", expected=expected)
+        raise CorruptError(f"{owner}: {block!r} is not the name of a block", expected=expected)
     return BlockName(name=table, slot=slot, shard=shard, part=_part_of(stored, name, owner))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, must_be
 from asyncckpt.formats.recis.names import OPTIMIZERS, STEP_FILTER_SLOT
 from asyncckpt.formats.recis.stored import Columns
 from asyncckpt.formats.recis.write_directory import check_block
@@ -19,12 +19,12 @@ def check_names(columns: Columns | None, optimizer: str | None) -> Mapping[str, 
     if columns is not None and (
         not isinstance(columns, Mapping) or not all(isinstance(text, str) for item in columns.items() for text in item)
     ):
-        raise UsageError("columns is no mapping of slot to column", found=columns)
+        raise must_be("columns", "a mapping of slot to column", columns)
     slots = {column: slot for slot, column in (columns or {}).items()}
     if len(slots) != len(columns or {}):
         raise UsageError("columns has two slots for one column", found=columns)
     if optimizer is not None and optimizer not in OPTIMIZERS:
-        raise UsageError("optimizer is wrong", found=optimizer, expected=OPTIMIZERS)
+        raise must_be("optimizer", OPTIMIZERS, optimizer)
     return slots
 
 

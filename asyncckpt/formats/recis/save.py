@@ -105,7 +105,7 @@ def _slice(item: CutTable) -> Shard:
     if len(item.shard) == 3 and item.shard[2] == SLICE_SIZE:
         return item.shard
     raise UsageError(
-        f"table {item.name!r} holds a shard that is no slice of RecIS",
+        f"table {item.name!r} holds a shard that is not a slice of RecIS",
         found=item.shard,
         expected=f"all ids, or (begin, end, {SLICE_SIZE})",
         hint="save with a Saver, and export that: export_checkpoint makes slices of any shards",

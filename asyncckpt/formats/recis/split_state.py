@@ -32,7 +32,7 @@ def split_sparse_dense_state_dict(
             raise UnsupportedError("a module has state of other kinds, too", found=sorted(parts), hint=hint)
         return tables, dense
     if not isinstance(state, Mapping):
-        raise UsageError("state is neither a mapping nor a module", found=type(state).__name__)
+        raise UsageError("state is neither a mapping nor a module", found=type(state))
     tables = {name: value for name, value in state.items() if isinstance(value, Table)}
     for name, noted in noted_tables(state).items():
         if name in state or not isinstance(noted, Table):

@@ -13,7 +13,7 @@ from pathlib import Path as FolderPath
 
 import numpy as np
 
-from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
+from asyncckpt.errors import CorruptError, IncompatibleError, UsageError, Words, must_be
 from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
 from asyncckpt.format.tree import TENSOR, Node, Path, unique_names
 from asyncckpt.formats.foreign_chain import ForeignReader, chain_of, dense_blocks, placed_blocks
@@ -57,7 +57,7 @@ def check_columns(columns: Columns | None, slots: Collection[str]) -> Columns:
     if columns is None:
         return {}
     if not isinstance(columns, Mapping) or not all(isinstance(text, str) for item in columns.items() for text in item):
-        raise UsageError("columns is no mapping of slot to column", found=columns)
+        raise must_be("columns", "a mapping of slot to column", columns)
     unknown = sorted(columns.keys() - set(slots))
     if unknown:
         raise UsageError("columns names slots that no table has", found=unknown, expected=sorted(slots))
@@ -180,7 +180,7 @@ def _row_shape(table: str, slot: str, column: str, array: StoredArray, schema: T
         if math.prod(own) != math.prod(target.row_shape):
             raise IncompatibleError(
                 f"slot {slot!r} of table {table!r} does not fit column {column!r}",
-                found=f"rows of {tuple(own)}",
+                found=Words(f"rows of {tuple(own)}"),
                 expected=f"rows of {tuple(target.row_shape)}",
                 hint="nothing was changed",
             )

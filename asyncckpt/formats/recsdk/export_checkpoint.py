@@ -33,7 +33,7 @@ from asyncckpt.embcache.recsdk_files import (
     RecsdkCheckpoint,
     read_recsdk_checkpoint,
 )
-from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
+from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError, must_be
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name
 from asyncckpt.formats.conversion import Conversion, ExportReport
@@ -294,7 +294,7 @@ def _chosen(columns: Mapping[str, str], slots: Sequence[str], table: str) -> lis
     is_text = isinstance(columns, Mapping) and all(isinstance(text, str) for item in columns.items() for text in item)
     names = [f"{MOMENTUM}{number}" for number in range(1, len(columns) + 1)] if is_text else []
     if not is_text or set(columns) != set(names):
-        raise UsageError("columns is no mapping of momentum1, momentum2, ... to slots", found=columns)
+        raise must_be("columns", "a mapping of momentum1, momentum2, ... to slots", columns)
     chosen = [columns[name] for name in names]
     if not set(chosen) <= set(slots) or len(set(chosen)) != len(chosen):
         raise UsageError(f"columns does not name optimizer slots of table {table!r}", found=chosen, expected=slots)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.embcache.recsdk_files import EMBEDDING, MOMENTUM, StoredPart, read_recsdk_checkpoint
-from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
+from asyncckpt.errors import CorruptError, UnsupportedError, UsageError, must_be
 from asyncckpt.format.manifest import BlockFacts, RankPart
 from asyncckpt.formats.commit_import import Importable, run_import
 from asyncckpt.formats.conversion import Conversion
@@ -121,7 +121,7 @@ def _slots(columns: Mapping[str, str] | None, momenta_count: int) -> dict[str, s
     if columns is None:
         return slots
     if not isinstance(columns, Mapping) or not all(isinstance(text, str) for item in columns.items() for text in item):
-        raise UsageError("columns is no mapping of momentum to column", found=columns)
+        raise must_be("columns", "a mapping of momentum to column", columns)
     unknown = sorted(columns.keys() - slots.keys())
     if unknown:
         raise UsageError("columns names momenta that no table has", found=unknown, expected=sorted(slots))
@@ -137,7 +137,7 @@ def _check_name(name: str, path: Path) -> None:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise CorruptError(f"folder {name!r} in {str(path)!r} has a name that is no UTF-8") from error
+        raise CorruptError(f"folder {name!r} in {str(path)!r} has a name that is not UTF-8") from error
     if "@" in name:
         raise UnsupportedError(f"table {name!r} in {str(path)!r} cannot be imported", hint="no name may hold '@'")
 

@@ -113,7 +113,7 @@ def _check_archive(path: Path, owner: str) -> None:
         raise CorruptError(f"{owner} is empty")
     if not begin.startswith(b"PK\x03\x04"):
         expected = "a zip archive, as torch.save has written since torch 1.6"
-        raise UnsupportedError(f"{owner} is no file of torch.save", expected=expected, hint=looks_like(begin))
+        raise UnsupportedError(f"{owner} is not a file of torch.save", expected=expected, hint=looks_like(begin))
     try:
         with zipfile.ZipFile(path) as archive:
             _check_records(archive.infolist(), owner)
@@ -138,7 +138,7 @@ def _check_records(records: list[zipfile.ZipInfo], owner: str) -> None:
         raise UnsupportedError(f"{owner} is a compressed archive", hint="torch.save compresses nothing")
     if pickles[0].file_size > PICKLE_BYTES_MAX:
         raise UnsupportedError(
-            f"{owner} holds too many plain values", found=f"{pickles[0].file_size} bytes", expected=PICKLE_BYTES_MAX
+            f"{owner} holds too many bytes of plain values", found=pickles[0].file_size, expected=PICKLE_BYTES_MAX
         )
 
 

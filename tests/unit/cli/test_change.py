@@ -35,7 +35,7 @@ def test_rm_removes_what_is_named(run: Path) -> None:
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_rm_refuses_what_others_need(run: Path, more: tuple[str, ...]) -> None:
     invoke("pin", run, 1)
-    for step, code, why in ((2, 2, "build upon it"), (1, 2, "is pinned"), (9, 3, "no checkpoint of step 9")):
+    for step, code, why in ((2, 2, "is the base of step"), (1, 2, "is pinned"), (9, 3, "step 9 is not in")):
         result = invoke("rm", run, step, *more)
         assert (result.exit_code, result.stdout) == (code, "")
         assert why in result.stderr
@@ -67,7 +67,7 @@ def test_pins_are_seen_and_taken_back(run: Path) -> None:
     assert [line[-1] for line in lines] == ["committed", "committed", "pinned", "committed"]
     assert "retention keeps it" in invoke("show", run, 3).stdout
     assert json.loads(invoke("show", run, 3, "--json").stdout)["pinned"] is True
-    assert invoke("unpin", run, 3).stdout == "step 3 is not pinned any more\n"
+    assert invoke("unpin", run, 3).stdout == "step 3 is no longer pinned\n"
     assert "nothing to do" in invoke("unpin", run, 3).stdout
     assert invoke("pin", run, 9).exit_code == ExitCode.NOT_FOUND
 

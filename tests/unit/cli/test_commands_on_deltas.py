@@ -44,7 +44,7 @@ def test_ls_shows_what_builds_upon_what(deltas: Path) -> None:
     result = run("ls", deltas)
     assert result.exit_code == ExitCode.OK
     head, *lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
-    assert head[:4] == ["step", "created", "kind", "upon"]
+    assert head[:4] == ["step", "created", "kind", "base"]
     assert [(line[0], *line[2:4]) for line in lines] == [
         ("10", "full", "-"),
         ("20", "delta", "10"),
@@ -64,7 +64,7 @@ def test_show_tells_the_chain_and_what_a_delta_holds(deltas: Path) -> None:
     (line,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["user"]]
     assert line == ["user", "5", "3", "changes"]
     assert "user@#removed" in text
-    assert "builds upon" not in run("show", deltas, 10).stdout
+    assert "base" not in run("show", deltas, 10).stdout
 
 
 def test_long_chains_are_shown_by_their_ends(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_follow_prints_a_line_for_each_step(deltas: Path, tmp_path: Path) -> Non
     assert result.exit_code == ExitCode.OK
     assert result.stdout.splitlines() == [
         "step 10  full  user all 50 rows",
-        "step 20  delta upon 10  user 5 rows, 3 removed",
-        "step 30  delta upon 20  user 0 rows",
+        "step 20  delta on 10  user 5 rows, 3 removed",
+        "step 30  delta on 20  user 0 rows",
     ]
     lines = run("follow", deltas, "--until", 30, "--after", 10, "--json").stdout.splitlines()
     assert [json.loads(line) for line in lines] == [

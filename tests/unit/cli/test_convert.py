@@ -101,7 +101,7 @@ def test_options_of_other_formats_are_refused(kind: str, tmp_path: Path) -> None
         option = f"--{name.replace('_', '-')}"
         done = invoke("export", kind, tmp_path / "run", tmp_path / "out", option, value, "--dry-run")
         refused = name not in convert.FORMATS[kind].to_export
-        assert (done.exit_code == ExitCode.USAGE and f"{option} is no option of {kind}" in done.stderr) == refused
+        assert (done.exit_code == ExitCode.USAGE and f"{option} does not apply to {kind}" in done.stderr) == refused
     assert invoke("import", kind, tmp_path / "run", tmp_path / "new", "--shards", 2).exit_code == ExitCode.USAGE
 
 
@@ -120,13 +120,13 @@ def test_what_is_refused_ends_with_its_code(source: Path, tmp_path: Path) -> Non
     cases = [
         (ExitCode.DAMAGED, "strict JSON", ("import", "recis", source, tmp_path / "new")),
         (ExitCode.NOT_FOUND, "does not exist", ("import", "recis", tmp_path / "none", tmp_path / "new")),
-        (ExitCode.NOT_FOUND, "no checkpoint of step 7", ("export", "recis", run, tmp_path / "new", "--step", 7)),
+        (ExitCode.NOT_FOUND, "step 7 is not in", ("export", "recis", run, tmp_path / "new", "--step", 7)),
         (ExitCode.USAGE, "is not known", ("export", "recis", run, tmp_path / "new")),
-        (ExitCode.USAGE, "optimizer is wrong", ("export", "recis", run, tmp_path / "new", "--optimizer", "adam")),
+        (ExitCode.USAGE, "optimizer must be", ("export", "recis", run, tmp_path / "new", "--optimizer", "adam")),
         (ExitCode.USAGE, "SLOT=COLUMN", ("import", "recis", source, run, "--column", "a")),
         (ExitCode.USAGE, "invalid choice", ("import", "other", source, run)),
         (ExitCode.UNREADABLE, "complex64", ("export", "recis", tmp_path / "odd", tmp_path / "new")),
-        (ExitCode.HELD, "exists already", ("export", "recis", run, source, "--optimizer", "sparse_adam")),
+        (ExitCode.HELD, "already exists", ("export", "recis", run, source, "--optimizer", "sparse_adam")),
     ]
     for code, words, arguments in cases:
         for more in ((), ("--dry-run",)):

@@ -31,21 +31,21 @@ def test_the_next_step_counts_what_is_committed_and_what_is_being_saved(root: Ch
 
 
 def test_a_step_is_saved_once_at_a_time(root: CheckpointRoot) -> None:
-    with claims.save(root, 3), pytest.raises(asyncckpt.ConflictError, match="step 3 exists already"):
+    with claims.save(root, 3), pytest.raises(asyncckpt.ConflictError, match="step 3 already exists"):
         claims.save(root, 3)
     claims.save(root, 3).release()
     write(root.path, 3, {"user": layer_of({})})
-    with pytest.raises(asyncckpt.ConflictError, match="step 3 exists already"):
+    with pytest.raises(asyncckpt.ConflictError, match="step 3 already exists"):
         claims.save(root, 3)
     for wrong in (-1, 10**12, True, "3"):
-        with pytest.raises(asyncckpt.UsageError, match="step is wrong"):
+        with pytest.raises(asyncckpt.UsageError, match="step must be"):
             claims.save(root, wrong)  # type: ignore[arg-type]
 
 
 def test_who_is_refused_leaves_the_claim_of_the_same_attempt_alone(root: CheckpointRoot) -> None:
     """An import goes on with the attempt that it finds: that of one that runs, if nothing else keeps them apart."""
     with claims.save(root, 3) as held:
-        with pytest.raises(asyncckpt.ConflictError, match="step 3 exists already"):
+        with pytest.raises(asyncckpt.ConflictError, match="step 3 already exists"):
             claims.save(root, 3, lambda step: held.attempt)
         assert held.attempt.id in claims.held
         assert claims.needed(root.root.identity) == {3}

@@ -65,11 +65,9 @@ def test_what_is_named_goes(tmp_path: Path) -> None:
 def test_a_base_of_what_stays_does_not_go(tmp_path: Path) -> None:
     two_chains(tmp_path)
     before = names(tmp_path)
-    with pytest.raises(
-        UsageError, match=r"step 5 of .* deltas that stay build upon it, found 'step 6, 7'.*compact step 6"
-    ):
+    with pytest.raises(UsageError, match=r"step 5 of .* is the base of step 6, 7, which would stay .*compact step 6"):
         remove(tmp_path, [3, 4, 5])
-    with pytest.raises(UsageError, match=r"step 1 of .* found 'step 2, 3'"):
+    with pytest.raises(UsageError, match=r"step 1 of .* the base of step 2, 3"):
         remove(tmp_path, [1, 4, 5, 6, 7])
     assert names(tmp_path) == before
     assert remove(tmp_path, [4, 5, 6, 7, 1, 2, 3]) == [1, 2, 3, 4, 5, 6, 7]
@@ -91,7 +89,7 @@ def test_a_compacted_step_frees_what_it_was_built_upon(tmp_path: Path) -> None:
 def test_of_a_broken_chain_all_that_it_names_is_needed(tmp_path: Path) -> None:
     found = two_chains(tmp_path)
     found[6].manifest.unlink()
-    with pytest.raises(UsageError, match=r"step 5 .*found 'step 7'"):
+    with pytest.raises(UsageError, match=r"step 5 .*the base of step 7"):
         remove(tmp_path, 5)
     assert remove(tmp_path, [5, 7]) == [5, 7]
 
@@ -99,7 +97,7 @@ def test_of_a_broken_chain_all_that_it_names_is_needed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("act", [lambda root: remove(root, [3, 9]), lambda root: remove_after(root, 9)])
 def test_a_step_that_is_not_there(tmp_path: Path, act: Callable[[Path], object]) -> None:
     two_chains(tmp_path)
-    with pytest.raises(NotFoundError, match="no checkpoint of step 9"):
+    with pytest.raises(NotFoundError, match="step 9 is not in"):
         act(tmp_path)
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
@@ -107,7 +105,7 @@ def test_a_step_that_is_not_there(tmp_path: Path, act: Callable[[Path], object])
 @pytest.mark.parametrize("steps", [-1, "12", [1, None], True, 1.0, None])
 def test_wrong_steps(tmp_path: Path, steps: Any) -> None:
     two_chains(tmp_path)
-    with pytest.raises(UsageError, match="step is wrong"):
+    with pytest.raises(UsageError, match="step must be"):
         remove(tmp_path, steps)
 
 
@@ -168,7 +166,7 @@ def test_what_comes_meanwhile_is_looked_at(tmp_path: Path, monkeypatch: pytest.M
         return create(self, name, **options)
 
     monkeypatch.setattr(Directory, "create_file", publish_first)
-    with pytest.raises(UsageError, match=r"step 7 .* found 'step 8'"):
+    with pytest.raises(UsageError, match=r"step 7 .* the base of step 8"):
         remove(tmp_path, 7)
     load(tmp_path, 8)
 
@@ -177,7 +175,7 @@ def test_a_damaged_checkpoint_can_be_removed(tmp_path: Path) -> None:
     found = two_chains(tmp_path)
     found[5].manifest.write_bytes(found[5].manifest.read_bytes()[:-9])
     next(found[7].folder.iterdir()).unlink()
-    with pytest.raises(CorruptError, match="step 5 stays, and nobody knows what it builds upon"):
+    with pytest.raises(CorruptError, match="step 5 stays, and its base is unknown"):
         remove(tmp_path, 3)
     assert remove(tmp_path, [5, 6, 7]) == [5, 6, 7]
     assert folders(tmp_path) == {found[step].folder.name for step in (1, 2, 3, 4)}

@@ -108,7 +108,7 @@ def test_step_is_compacted_once(saved: Written, tmp_path: Path) -> None:
         if number == 0:
             publish_again(saved, made, compacted=True)
         else:
-            with pytest.raises(asyncckpt.ConflictError, match="step 5 exists already"):
+            with pytest.raises(asyncckpt.ConflictError, match="step 5 already exists"):
                 publish_again(saved, made, compacted=True)
 
 
@@ -116,7 +116,7 @@ def test_step_that_is_there_only_compacted_is_not_saved_again(saved: Written, tm
     """Its own manifest is gone, so that nothing but the look for the compacted one stands in the way."""
     publish_again(saved, write(tmp_path / "a", 5, {"user": layer_of({})}, replaces=saved.digest), compacted=True)
     saved.manifest.unlink()
-    with pytest.raises(asyncckpt.ConflictError, match="step 5 exists already"):
+    with pytest.raises(asyncckpt.ConflictError, match="step 5 already exists"):
         publish_again(saved, write(tmp_path / "b", 5, {"user": layer_of({})}), compacted=False)
     assert not saved.manifest.exists()
 

@@ -182,11 +182,11 @@ async def test_a_call_that_ends_early_leaves_no_write_behind(job: Job) -> None:
 
 @pytest.mark.parametrize("name", ["make_folder", "publish"])
 async def test_a_coordinator_that_fails_aborts_for_all(job: Job, name: str) -> None:
-    error = job.effects[0].fails[name] = ConflictError("step 1 exists already")
+    error = job.effects[0].fails[name] = ConflictError("step 1 already exists")
     outcomes = await job.call()
     assert outcomes[0] is error
     assert [(it.rank, it.cause) for it in outcomes[1:] if isinstance(it, PeerError)] == [
-        (0, "ConflictError: step 1 exists already")
+        (0, "ConflictError: step 1 already exists")
     ] * 2
     assert ("abandon" in job.effects[0].events) == (name == "publish")
 

@@ -47,18 +47,18 @@ def test_nothing_is_written_where_nothing_is_shared() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tied": [{"name": "b", "leaf": 3, "of": 0}]}, "leaf is wrong"),
-        ({"tied": [{"name": "b", "leaf": 1, "of": 3}]}, "of is wrong"),
-        ({"tied": [{"name": 7, "leaf": 1, "of": 0}]}, "name is wrong"),
+        ({"tied": [{"name": "b", "leaf": 3, "of": 0}]}, "leaf must be"),
+        ({"tied": [{"name": "b", "leaf": 1, "of": 3}]}, "of must be"),
+        ({"tied": [{"name": 7, "leaf": 1, "of": 0}]}, "name must be"),
         ({"tied": [{"name": "b", "leaf": 1, "of": 1}]}, "a leaf twice"),
         ({"tied": [{"name": "b", "leaf": 1, "of": 0}, {"name": "c", "leaf": 2, "of": 1}]}, "a leaf twice"),
         ({"tied": [{"name": "b", "leaf": 1, "of": 0}, {"name": "c", "leaf": 1, "of": 0}]}, "a leaf twice"),
         ({"tied": [{"name": "c", "leaf": 2, "of": 0}]}, "a leaf twice"),
-        ({"shared": [{"bytes": -1, "views": []}]}, "bytes is wrong"),
-        ({"shared": [{"bytes": 8, "views": [{"leaf": 3, "offset": 0, "strides": []}]}]}, "leaf is wrong"),
-        ({"shared": [{"bytes": 8, "views": [{"leaf": 0, "offset": -1, "strides": []}]}]}, "offset is wrong"),
-        ({"shared": [{"bytes": 8, "views": [{"leaf": 0, "offset": 0, "strides": [-1]}]}]}, "strides is wrong"),
-        ({"shared": {}}, "shared is wrong"),
+        ({"shared": [{"bytes": -1, "views": []}]}, "bytes must be"),
+        ({"shared": [{"bytes": 8, "views": [{"leaf": 3, "offset": 0, "strides": []}]}]}, "leaf must be"),
+        ({"shared": [{"bytes": 8, "views": [{"leaf": 0, "offset": -1, "strides": []}]}]}, "offset must be"),
+        ({"shared": [{"bytes": 8, "views": [{"leaf": 0, "offset": 0, "strides": [-1]}]}]}, "strides must be"),
+        ({"shared": {}}, "shared must be"),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -26,7 +26,7 @@ TABLE = TableFacts(name="user", rows_count=3, shard=(1, 2))
         ({"whole_shape": (2**61, 3)}, "too large"),
         ({"whole_shape": (0, 2**61)}, "too large"),
         ({"stored_shape": (2**61, 1)}, "too large"),
-        ({"dtype": "complex128", "shape": (1,) * 64, "stored_shape": (1,)}, "expected 'at most 63'"),
+        ({"dtype": "complex128", "shape": (1,) * 64, "stored_shape": (1,)}, "expected at most 63"),
         ({"encoding": ({"kind": "cast"},) * 9}, "too many steps, found 9, expected 8"),
     ],
 )
@@ -39,10 +39,10 @@ def test_a_block_is_refused_by_its_name(changes: dict[str, Any], message: str) -
 @pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0, 2**63), (0, 2**70)])
 def test_a_shard_that_no_reader_takes(shard: tuple[int, int]) -> None:
     check_tables([TABLE, replace(TABLE, name="item", shard=(0, 2**63 - 1))])
-    with pytest.raises(UsageError, match="table 'user' has a shard that is none"):
+    with pytest.raises(UsageError, match="table 'user' has an impossible shard"):
         check_tables([replace(TABLE, shard=shard)])
 
 
 def test_a_table_twice() -> None:
-    with pytest.raises(UsageError, match="a table is there twice"):
+    with pytest.raises(UsageError, match="a table is given twice"):
         check_tables([TABLE, TABLE])

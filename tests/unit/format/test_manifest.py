@@ -151,7 +151,7 @@ def test_a_shard_of_no_ids_is_neither_written_nor_read(shard: Any, monkeypatch: 
     def written() -> bytes:
         return encoded([column("id", 3), column("w", 3)], (replace(TABLE, shard=shard),))
 
-    with pytest.raises(UsageError, match="table 'user' has a shard that is none"):
+    with pytest.raises(UsageError, match="table 'user' has an impossible shard"):
         written()
     monkeypatch.setattr(write_manifest, "is_shard", lambda shard: True)
     with pytest.raises(CorruptError, match=r"shard.*\[index, count\] or \[begin, end, size\]"):

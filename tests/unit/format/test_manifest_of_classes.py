@@ -42,7 +42,7 @@ def test_classes_are_read_in_the_order_of_the_objects_of_the_tree() -> None:
 
 @pytest.mark.parametrize("wrong", [7, [], [["a"], []], [["a"], [], "b"], [["a"], [], [3]]])
 def test_classes_that_do_not_fit_the_tree_are_refused(wrong: Any) -> None:
-    with pytest.raises(CorruptError, match="classes is wrong"):
+    with pytest.raises(CorruptError, match="classes must be"):
         decode_manifest(written(classes=wrong), manifest_name(STEP))
 
 

@@ -124,7 +124,7 @@ def test_a_rank_that_writes_nothing_but_has_a_file() -> None:
         ([BIAS], [BIAS], "'b' is there twice"),
         ([LEFT], [box("w", 0, (0, 2), (4, 4), (4, 7))], "'w' is there twice, or its parts disagree"),
         ([LEFT], [box("w", 0, (0, 3), (4, 4), WHOLE)], "'w' have another shape than the whole"),
-        ([LEFT, RIGHT], [box("v", 2, (0,), (3,), (3,))], "names a leaf that is not there"),
+        ([LEFT, RIGHT], [box("v", 2, (0,), (3,), (3,))], "names a leaf that does not exist"),
     ],
 )
 def test_ranks_that_do_not_fit_together(first: list[BlockSpec], second: list[BlockSpec], said: str) -> None:

@@ -82,7 +82,7 @@ class Color(Enum):
     ],
 )
 def test_what_is_not_plain_is_refused_by_its_path(value: Any, named: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"value {named} is not plain")):
+    with pytest.raises(UsageError, match=re.escape(f"{named} has type")):
         encode_value(value, owner="'x'")
 
 

@@ -25,7 +25,7 @@ def test_a_rank_may_hold_nothing_or_several_boxes() -> None:
 
 @pytest.mark.parametrize("begin", [(-1, 0), (5, 0), (0, 1), (0,), (0, 0, 0)])
 def test_a_box_outside_the_whole_is_refused(begin: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="does not lie within the whole"):
+    with pytest.raises(UsageError, match="is not within the whole"):
         sharded(torch.ones(2, 3), begin, (6, 3))
 
 
@@ -38,5 +38,5 @@ def test_a_piece_of_another_dtype_is_refused() -> None:
     "arguments", [(24_000, torch.ones(2), (0, 0)), ((4,), "float32", ()), ((4,), torch.float32, (torch.ones(4),))]
 )
 def test_what_is_no_description_is_refused_by_name(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(UsageError, match="of a Sharded is"):
+    with pytest.raises(UsageError, match="of a Sharded must be"):
         Sharded(*arguments)

@@ -235,7 +235,7 @@ def test_a_damaged_block(tmp_path: Path, seed: int) -> None:
     with runtime.installed():
         targets, own = dense_targets(runtime, dense_state(11)), columns_on(runtime)
         table = CountedTable("rows", lambda: own)
-        with pytest.raises(CorruptError, match="block 'large'"):
+        with pytest.raises(CorruptError, match="'large' in"):
             asyncckpt.Loader(tmp_path, {"rows": table}, targets).load()
         assert table.ends == (False,)
 

@@ -189,7 +189,7 @@ def test_a_reader_of_unknown_ids_says_what_they_are() -> None:
     assert torch.equal(table.read(BATCH)["embedding"], table.embedding[rows])
     with pytest.raises(UsageError, match="id to read from table 't' has no row, found 100"):
         table.read(torch.cat([BATCH, OTHERS]))
-    with pytest.raises(UsageError, match="no such column"):
+    with pytest.raises(UsageError, match="no column"):
         table.read(BATCH, only="sum")
     with pytest.raises(UsageError, match="absent_as_zeros"):
         table.read(BATCH, absent_as_zeros=1)  # type: ignore[arg-type]

@@ -424,7 +424,7 @@ def test_cut_that_is_waited_for_too_long_is_given_up(use: str) -> None:
         world.write(range(8))
     else:
         world.train([50, 51])
-    message = r"cut of table 'user' was given up: training waited 0.0 s for .*\(training went on; save again\)"
+    message = r"cut of table 'user' was given up: training waited 0.0 s for .*\(training continued; save again\)"
     with pytest.raises(IOFailedError, match=message):
         saving.export(0)
     world.write(range(30))
@@ -456,7 +456,7 @@ def test_ends_of_a_cut() -> None:
     saving.export(1)
     with pytest.raises(UsageError, match="window 1 of a cut of table 'user' was exported before"):
         saving.cut.export(1, {})
-    with pytest.raises(UsageError, match="window of a cut of table 'user' is wrong, found 2, expected 'below 2'"):
+    with pytest.raises(UsageError, match="window of a cut of table 'user' must be below 2; got 2"):
         saving.cut.export(2, {})
     for ok in (False, True):
         saving.cut.end(ok)
@@ -478,10 +478,10 @@ def test_cut_that_does_not_stay_open() -> None:
     assert cut.cached_column("id") is None
     assert cut.cached_column("embedding") is world.table.embedding
     for column in (cut.column, cut.cached_column):
-        with pytest.raises(UsageError, match="table 'user' has no such column, found 'age', expected"):
+        with pytest.raises(UsageError, match="table 'user' has no column 'age', expected"):
             column("age")
     for window_rows in (0, -1):
-        with pytest.raises(UsageError, match="window_rows of table 'user' is wrong"):
+        with pytest.raises(UsageError, match="window_rows of table 'user' must be"):
             cut.be_deferred(CacheCopy(map=cut.cache_map.numpy(), columns={}), window_rows=window_rows)
     cut.fence()
     for use in (lambda: cut.export(0, {}), lambda: cut.most_urgent([0])):

@@ -235,7 +235,7 @@ def test_a_device_that_fails_with_rows_on_it_says_so() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_cuda_it_is_said_what_cannot_be() -> None:
     for make in (HashTable, lambda name, dim, **more: MultiLevelTable(name, dim, cache_rows=4, **more)):
-        with pytest.raises(UnsupportedError, match="device of table 'user' is not there, found 'cuda:3'"):
+        with pytest.raises(UnsupportedError, match="device of table 'user' does not exist, found 'cuda:3'"):
             make("user", 2, device="cuda:3")
 
 

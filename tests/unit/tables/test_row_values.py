@@ -46,7 +46,7 @@ def test_what_a_block_changes_is_written_when_it_ends(table: Table) -> None:
     assert embeddings(table, 0, 1, 2, 3) == [0.0, 11.0, 20.0, 31.0]
     assert touched(table, version) == [1, 3]
     for use in (lambda: seen.embedding, lambda: seen.__setitem__("embedding", 1.0)):
-        with pytest.raises(UsageError, match="rows of table 'user' were used after their end"):
+        with pytest.raises(UsageError, match="was used after the `with table"):
             use()
 
 
@@ -105,11 +105,11 @@ def test_after_an_error_nothing_is_written_and_the_table_is_free(table: Table) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rows: rows["nothing"], "table 'user' has no such column"),
-        (lambda rows: rows["id"], "table 'user' has no such column"),
+        (lambda rows: rows["nothing"], "table 'user' has no column"),
+        (lambda rows: rows["id"], "table 'user' has no column"),
         (
             lambda rows: rows.__setitem__("embedding", torch.zeros(1, 3)),
-            r"column 'embedding' of table 'user' are wrong",
+            r"column 'embedding' of table 'user' must be",
         ),
         (lambda rows: rows.__setitem__("embedding", torch.zeros(2, 3).half()), "float16"),
         (lambda rows: rows.__setitem__("embedding", [1.0]), "list"),

@@ -55,26 +55,26 @@ def test_integer_fill_is_exact(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ({"": torch.float32}, "name of a column for metadata is wrong, found ''"),
-        ({1: torch.float32}, "is wrong, found 1, expected 'a non-empty str'"),
+        ({"": torch.float32}, "name of a column for metadata must be .*; got ''"),
+        ({1: torch.float32}, "must be a non-empty str; got 1"),
         ({"a@b": torch.float32}, "holds '@', found 'a@b'"),
         ({"id": torch.float32}, "is reserved, found 'id'"),
         ({"embedding": torch.float32}, "is reserved, found 'embedding'"),
         ({"seen": torch.float32}, "is taken by another column of the table, found 'seen'"),
-        ({"sum": None}, "spec of column 'sum' is wrong, found None"),
-        ({"sum": [4]}, "spec of column 'sum' is wrong"),
-        ({"sum": (0,)}, r"row shape of column 'sum' is wrong, found \(0,\)"),
-        ({"sum": (torch.float32, 4)}, "row shape of column 'sum' is wrong, found 4"),
-        ({"sum": (torch.float32, (4,), 0.0)}, "row shape of column 'sum' is wrong"),
-        ({"sum": (torch.float32, (True,))}, "row shape of column 'sum' is wrong"),
-        ({"sum": Slot(torch.float32, [4])}, "row shape of column 'sum' is wrong"),  # type: ignore[arg-type]
-        ({"sum": Slot("float32", ())}, "dtype of column 'sum' is wrong, found 'float32'"),  # type: ignore[arg-type]
-        ({"sum": Slot(torch.float32, (), "0")}, "fill of column 'sum' is wrong, found '0'"),  # type: ignore[arg-type]
+        ({"sum": None}, "spec of column 'sum' must be .*; got None"),
+        ({"sum": [4]}, "spec of column 'sum' must be"),
+        ({"sum": (0,)}, r"row shape of column 'sum' must be .*; got \(0,\)"),
+        ({"sum": (torch.float32, 4)}, "row shape of column 'sum' must be .*; got 4"),
+        ({"sum": (torch.float32, (4,), 0.0)}, "row shape of column 'sum' must be"),
+        ({"sum": (torch.float32, (True,))}, "row shape of column 'sum' must be"),
+        ({"sum": Slot(torch.float32, [4])}, "row shape of column 'sum' must be"),  # type: ignore[arg-type]
+        ({"sum": Slot("float32", ())}, "dtype of column 'sum' must be .*; got 'float32'"),  # type: ignore[arg-type]
+        ({"sum": Slot(torch.float32, (), "0")}, "fill of column 'sum' must be .*; got '0'"),  # type: ignore[arg-type]
         ({"sum": Slot(torch.int8, (), 128)}, "fill of column 'sum' does not fit torch.int8, found 128"),
         ({"sum": Slot(torch.int64, (), 0.5)}, "does not fit torch.int64"),
         ({"sum": Slot(torch.int64, (), float("nan"))}, "does not fit torch.int64"),
         ({"sum": Slot(torch.bool, (), 2)}, "does not fit torch.bool"),
-        ([("sum", torch.float32)], "are not a mapping of name to spec"),
+        ([("sum", torch.float32)], "must be a mapping of name to spec"),
     ],
 )
 def test_wrong_slots_are_refused(slots: Any, message: str) -> None:
@@ -86,7 +86,7 @@ def test_wrong_slots_are_refused(slots: Any, message: str) -> None:
 def test_weight_dtype_is_floating_point(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedError, match="dtype of a table is not supported"):
         HashTable("user", 4, dtype=dtype)
-    with pytest.raises(UsageError, match="dtype of a table is wrong, found 'float32'"):
+    with pytest.raises(UsageError, match=r"dtype of a table must be .*; got 'float32'"):
         HashTable("user", 4, dtype="float32")  # type: ignore[arg-type]
 
 

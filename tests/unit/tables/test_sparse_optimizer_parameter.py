@@ -63,10 +63,10 @@ def test_none_drops_it_and_another_one_replaces_it() -> None:
     module(IDS).sum().backward()
     parameter.grad = torch.full((3, 2), 7.0)
     assert parameter.grad.tolist() == [[7.0, 7.0]] * 3
-    with pytest.raises(UsageError, match="gradient of table 'user' is wrong"):
+    with pytest.raises(UsageError, match="gradient of table 'user' must be"):
         parameter.grad = torch.ones(2, 2)
     parameter.grad = None
     assert parameter.grad is None
     assert len(module.pending) == 0
-    with pytest.raises(UsageError, match="gradient of table 'user' is wrong"):
+    with pytest.raises(UsageError, match="gradient of table 'user' must be"):
         parameter.grad = torch.ones(3, 2)

@@ -212,7 +212,7 @@ def test_a_step_refuses_what_is_no_number_and_changes_nothing(name: str, wrong: 
     module(IDS).sum().backward()
     right = optimizer.param_groups[0][name]
     optimizer.param_groups[0][name] = wrong
-    with pytest.raises(UsageError, match=f"{name} of a sparse optimizer (is|are) wrong"):
+    with pytest.raises(UsageError, match=f"{name} of a sparse optimizer must be"):
         optimizer.step()
     assert rows_of(module).tolist() == [[1.0, 1.0]] * 3
     assert optimizer.state_dict()["state"] == {}
@@ -229,6 +229,6 @@ def test_what_the_caller_gives_has_no_sign(wrong: Any) -> None:
         lambda: SparseAdam(new_module(), betas=(0.9, wrong)),
         lambda: optimizer.add_param_group({"params": new_module(), "eps": wrong}),
     ):
-        with pytest.raises(UsageError, match=r"of a sparse optimizer (is|are) wrong"):
+        with pytest.raises(UsageError, match=r"of a sparse optimizer must be"):
             give()
     assert len(optimizer.param_groups) == 1

@@ -134,7 +134,7 @@ def test_end_without_fence_gives_the_table_back_once(table: HashTable, ok: bool)
 
 def test_column_after_the_fence_is_refused(table: HashTable) -> None:
     cut = table.begin_cut()
-    with pytest.raises(UsageError, match=r"no such column, found 'momentum', expected \['id', 'embedding', 'sum'\]"):
+    with pytest.raises(UsageError, match=r"no column 'momentum', expected \['id', 'embedding', 'sum'\]"):
         cut.column("momentum")
     cut.fence()
     with pytest.raises(UsageError, match="column 'sum' of a cut of table 'user' was asked for after its fence"):
@@ -202,7 +202,7 @@ def test_load_after_its_end_is_refused(table: HashTable) -> None:
 
 @pytest.mark.parametrize("rows_count", [-1, 1.0, True, None])
 def test_load_refuses_a_wrong_rows_count(table: HashTable, rows_count: int) -> None:
-    with pytest.raises(UsageError, match="rows_count of a load of table 'user' is wrong"):
+    with pytest.raises(UsageError, match="rows_count of a load of table 'user' must be"):
         table.begin_load(clear=True, rows_count=rows_count)
     assert len(table) == 10
 

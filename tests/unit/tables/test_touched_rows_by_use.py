@@ -154,9 +154,9 @@ def test_touch_of_no_row_touches_nothing(table: HashTable | MultiLevelTable) -> 
     [
         (torch.tensor([0, -2]), "rows of table 'user' are out of range.*-2"),
         (torch.tensor([0, 10**6]), "rows of table 'user' are out of range.*1000000"),
-        (torch.tensor([0], dtype=torch.int32), "rows of table 'user' are wrong.*torch.int32"),
-        (np.array([0.0]), "rows of table 'user' are wrong.*float64"),
-        ([0], "rows of table 'user' are wrong.*list"),
+        (torch.tensor([0], dtype=torch.int32), "rows of table 'user' must be.*torch.int32"),
+        (np.array([0.0]), "rows of table 'user' must be.*float64"),
+        ([0], "rows of table 'user' must be.*list"),
     ],
 )
 def test_touch_of_wrong_rows_marks_nothing(table: HashTable | MultiLevelTable, rows: object, message: str) -> None:

@@ -75,7 +75,7 @@ def test_who_says_nothing_is_refused_by_name() -> None:
     check_said(whole, index=0, count=1)
     with pytest.raises(UsageError, match=r"tables 'a', 'm', 'candidates' do not say.*shard=\(2, 4\).*replicated=True"):
         check_said(tables, index=2, count=4)
-    with pytest.raises(UsageError, match=r"table 'b' has the shard of another rank.*\(2, 4\).*\(1, 4\)"):
+    with pytest.raises(UsageError, match=r"shard of table 'b' on this rank must be \(1, 4\); got \(2, 4\)"):
         check_said({"b": tables["b"]}, index=1, count=4)
     check_said({"s": HashTable("s", 4, shard=(0, 4, 65_536))}, index=2, count=4)
     levels = MultiLevelTable("m", 4, cache_rows=4, admit_after=2, replicated=True)
@@ -184,7 +184,7 @@ def test_other_ids_in_a_replica() -> None:
     check_ids_held(held)
     check_ids_held({rank: decode_ids_held(encode_ids_held(own), owner="") for rank, own in held.items()})
     for other, found in ((IdsHeld(5, 78), "5 ids, other ones"), (IdsHeld(6, 77), "6 ids")):
-        with pytest.raises(ConflictError, match=f"'t' is said to be replicated.* ranks 0 and 3, found '{found}'"):
+        with pytest.raises(ConflictError, match=f"'t' is declared as replicated.* ranks 0 and 3, found {found}"):
             check_ids_held({**held, 3: {"t": other}})
 
 

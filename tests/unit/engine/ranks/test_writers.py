@@ -62,5 +62,5 @@ def test_shares_of_a_decision_that_is_forgotten_are_lost() -> None:
     decisions, first = decided([held([1]), held([2])])
     for number in range(DECISIONS_KEPT_MAX):
         decisions.add(f"later {number}", first)
-    with pytest.raises(ConflictError, match="rank 1 has captured what was agreed upon long ago"):
+    with pytest.raises(ConflictError, match="rank 1 has captured what an older agreement asks for"):
         decisions.holder(1, "first")
