@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit; for a word that is none of its choices, with the one that looks like it."""
+        """Exit; for an unknown word, with the known one that looks like it."""
         found = re.search(r"invalid choice: '([^']*)'", message)
         hint = nearest(found[1], re.findall(r"[\w-]+", message[found.end() :])) if found else None
         super().error(f"{message}; {hint}" if hint else message)

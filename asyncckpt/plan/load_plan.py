@@ -170,18 +170,16 @@ def make_load_plan(
     if strict:
         own = {leaf.path for leaf in targets.in_place} if filter_func is not None else ()
         inside = list(_inside(contents, targets, unexpected))
-        match.passing += _counted("only in this state", missing)
-        match.passing += _counted("only in the checkpoint", [name for name, at in inside if at not in own])
-        match.passing += _counted("left out by the filter", [name for name, at in inside if at in own])
+        more, left = [name for name, at in inside if at not in own], [name for name, at in inside if at in own]
+        groups = {"only in this state": missing, "only in the checkpoint": more, "left out by the filter": left}
+        match.passing += [_counted(what, names) for what, names in groups.items() if names]
         not_taken = [name for name in unexpected if name in contents.tables][:PROBLEMS_SHOWN_MAX]
         if not_taken:
             why = f"not in hashtables, and the checkpoint has tables that nothing takes: {not_taken}"
             match.passing += [f"{place} would not be loaded: {why}" for place in left_out()]
-        match.passing += [
-            f"{path_name(path)!r} is empty, the checkpoint has tensors there (asyncckpt.load returns them)"
-            for path in targets.empty
-            if path in contents.prefixes
-        ]
+        empty = [path_name(path) for path in targets.empty if path in contents.prefixes]
+        why = "is empty, the checkpoint has tensors there (asyncckpt.load returns them)"
+        match.passing += [f"{path!r} {why}" for path in empty]
     match.raise_problems(missing, unexpected)
     plan = LoadPlan(
         dense=chosen,
@@ -339,11 +337,9 @@ class _Match:
         more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
         passes = "Loader(..., strict=False) loads what matches, filter_func renames" if self.passing else ""
         cast = "cast=True converts dtypes" if self.could_be_cast else ""
-        as_it_was = (
-            "make such an object as the one that was saved, or leave it out of the load" if self.of_objects else ""
-        )
+        alike = "make such an object as the one that was saved, or leave it out of the load" if self.of_objects else ""
         what = f"step {self._chain.step} does not match this state, and nothing was changed: {shown}{more}"
-        hints = (wrapped_hint(missing, unexpected), passes, cast, as_it_was)
+        hints = (wrapped_hint(missing, unexpected), passes, cast, alike)
         raise IncompatibleError(what, hint="; ".join(filter(None, hints)))
 
     def check_encodings(self, plan: LoadPlan) -> None:
@@ -357,10 +353,10 @@ class _Match:
                 check_encoding(spec)
 
 
-def _counted(what: str, names: Sequence[str]) -> list[str]:
-    """Return a problem for names, if there are any: how many, and the first of them."""
+def _counted(what: str, names: Sequence[str]) -> str:
+    """Return a problem of names: how many, and the first of them."""
     more = f", {len(names) - PROBLEMS_SHOWN_MAX} more" if len(names) > PROBLEMS_SHOWN_MAX else ""
-    return [f"{what} ({len(names)}): {', '.join(map(repr, names[:PROBLEMS_SHOWN_MAX]))}{more}"] if names else []
+    return f"{what} ({len(names)}): {', '.join(map(repr, names[:PROBLEMS_SHOWN_MAX]))}{more}"
 
 
 def _settled(
