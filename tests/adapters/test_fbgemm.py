@@ -15,7 +15,7 @@ from asyncckpt.adapters.fbgemm import KEY_VALUE_TBE
 from asyncckpt.adapters.fbgemm_cache import CachedTable
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import OverlaidCut, Role
-from tests.adapters.fake_tbe import CurrentStream, FakeTbe, OptimType, Spec, Stream
+from tests.adapters.fake_tbe import CurrentStream, FakeTbe, FakeTbeStream, OptimType, Spec
 from tests.end_to_end.state import bits
 
 HOST = [Spec(6, 4), Spec(9, 2)]
@@ -205,7 +205,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> CurrentStream:
 def test_a_cut_comes_behind_the_prefetch(tmp_path: Path, current: CurrentStream) -> None:
     tbe = trained(cached_tbe())
     expected = image(tbe)
-    tbe.prefetch_stream = Stream()
+    tbe.prefetch_stream = FakeTbeStream()
     for _ in range(3):
         tbe.prefetch(1, [7, 8])
         tbe.prefetch(2, [6, 5])
@@ -220,7 +220,7 @@ def test_a_cut_comes_behind_the_prefetch(tmp_path: Path, current: CurrentStream)
 
 def test_prefetches_behind_a_cut_wait_for_its_fence(current: CurrentStream) -> None:
     tbe = trained(cached_tbe())
-    tbe.prefetch_stream = Stream()
+    tbe.prefetch_stream = FakeTbeStream()
     cut = tables_of(tbe)["table_1"].begin_cut()
     assert current not in tbe.prefetch_stream.waits_for
     cut.fence()
@@ -230,15 +230,15 @@ def test_prefetches_behind_a_cut_wait_for_its_fence(current: CurrentStream) -> N
 
 
 def test_a_lost_device_does_not_keep_the_table(current: CurrentStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(stream: Stream, other: Stream) -> None:
+    def lost(stream: FakeTbeStream, other: FakeTbeStream) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     tbe = trained(cached_tbe())
-    tbe.prefetch_stream = Stream()
+    tbe.prefetch_stream = FakeTbeStream()
     table = tables_of(tbe)["table_1"]
     cut = table.begin_cut()
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "wait_stream", lost)
+        patch.setattr(FakeTbeStream, "wait_stream", lost)
         cut.fence()
     table.begin_cut().end(True)
 

@@ -22,7 +22,7 @@ from asyncckpt.tables.left_out import tables_left_out
 from asyncckpt.trainer_state import TrainerState
 
 
-class Model(torch.nn.Module):
+class ModelOfTables(torch.nn.Module):
     """Holds tables in the ways people do: in a module, as an attribute, in a list and in a mapping."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
 
 
 def test_a_module_among_the_tensors_needs_its_tables(tmp_path: Path) -> None:
-    model = Model()
+    model = ModelOfTables()
     for state in ({"model": model}, {"state": {"models": [model]}}):
         with pytest.raises(
             asyncckpt.UsageError, match="tables of a module would be left out of the checkpoint"
@@ -61,7 +61,7 @@ def test_a_module_among_the_tensors_needs_its_tables(tmp_path: Path) -> None:
 
 
 def test_what_asks_for_dense_state_gets_it(tmp_path: Path) -> None:
-    model = Model()
+    model = ModelOfTables()
     with asyncckpt.Saver(path=tmp_path, tensors={"model": dense_state_of(model)}) as saver:
         saver.save(1)
     state = model.state_dict()
@@ -76,11 +76,11 @@ def test_what_asks_for_dense_state_gets_it(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_that_was_loaded_still_says_its_tables(tmp_path: Path) -> None:
-    model = Model()
+    model = ModelOfTables()
     model._version = 7  # type: ignore[assignment]
     with asyncckpt.Saver(path=tmp_path, hashtables=model.by_hand(), tensors={"model": model}) as saver:
         saver.save(1)
-    target = Model()
+    target = ModelOfTables()
     state: Any = target.state_dict()
     asyncckpt.Loader(tmp_path, hashtables=target.by_hand(), tensors={"model": state}).load()
     assert state._metadata[""] == {"version": 7}
@@ -89,7 +89,7 @@ def test_a_state_dict_that_was_loaded_still_says_its_tables(tmp_path: Path) -> N
 
 
 def test_the_tables_of_a_module_are_all_of_them() -> None:
-    model = Model()
+    model = ModelOfTables()
     with pytest.raises(asyncckpt.UsageError, match=r"plain \(table 'plain'\)"):
         tables_of(model)
     del model.plain, model.listed, model.named

@@ -45,7 +45,7 @@ def metadata_after_a_round_trip(root: Path, metadata: Any) -> Any:
     return asyncckpt.Loader(root).load().metadata
 
 
-class Colour(str, enum.Enum):
+class ColourText(str, enum.Enum):
     RED = "red"
 
 
@@ -128,7 +128,7 @@ def test_case_046_text_that_is_not_unicode(tmp_path: Path) -> None:
 
 
 def test_case_046_str_enum_is_its_text(tmp_path: Path) -> None:
-    save(tmp_path, {"colour": Colour.RED, Colour.RED: torch.ones(1)}, metadata={"colour": Colour.RED})
+    save(tmp_path, {"colour": ColourText.RED, ColourText.RED: torch.ones(1)}, metadata={"colour": ColourText.RED})
     target = {"colour": "", "red": torch.zeros(1)}
     report = asyncckpt.Loader(tmp_path, tensors=target).load()
     assert (report.values, report.metadata) == ({"colour": "red"}, {"colour": "red"})

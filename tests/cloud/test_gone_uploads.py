@@ -14,12 +14,12 @@ from asyncckpt.engine.upload import uploads
 from asyncckpt.format.names import Attempt, upload_mark_name
 from asyncckpt.storage.directory import Directory
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.test_uploads import marks, open_saver, options
 
 
-def refuse_data(request: Request) -> Fault | None:
-    return Fault(answer=(403, "AccessDenied")) if "/data/" in request.path and request.method != "GET" else None
+def refuse_data(request: Request) -> Mishap | None:
+    return Mishap(answer=(403, "AccessDenied")) if "/data/" in request.path and request.method != "GET" else None
 
 
 def test_what_a_kill_has_kept_from_its_commit_is_not_missed(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_what_a_loop_discards_it_does_not_miss_at_its_end(
         proxy.fault = refuse_data
         checkpointer.save_now(1)
         checkpointer._saver._uploads.wait(60)
-        proxy.fault = lambda request: Fault(answer=(503, "SlowDown"))
+        proxy.fault = lambda request: Mishap(answer=(503, "SlowDown"))
         checkpointer.save_now(2)
         checkpointer.save_now(3)
         checkpointer.restore(0, discard_newer=True)

@@ -33,7 +33,7 @@ QUICK = [name for name in FAULTS if "silent" not in name and "stall" not in name
 
 
 @dataclass(frozen=True)
-class Writer:
+class Disturbed:
     """prepare: make what is there before; write: what is disturbed; is_new: whether that is there, else what was."""
 
     prepare: Callable[[str, Path], None]
@@ -126,26 +126,26 @@ def ignoring_path(write: Callable[[str], Any]) -> Callable[[str, Path], None]:
 
 
 WRITERS = {
-    "DCP": Writer(
+    "DCP": Disturbed(
         ignoring_path(lambda url: dcp.save(of_dcp.state(0), storage_writer=StorageWriter(url, step=0))),
         ignoring_path(lambda url: dcp.save(of_dcp.state(1), storage_writer=StorageWriter(url, step=1))),
         dcp_is_new,
     ),
-    "strategies": Writer(
+    "strategies": Disturbed(
         ignoring_path(lambda url: ShardedSave().save(of_megatron.state(1), url)),
         ignoring_path(lambda url: ShardedSave().save(of_megatron.state(2), url)),
         megatron_is_new,
     ),
-    "removal of tensors": Writer(
+    "removal of tensors": Disturbed(
         ignoring_path(lambda url: ShardedSave().save(of_megatron.state(1), url)),
         ignoring_path(lambda url: ShardedLoad().remove_sharded_tensors(url, "optimizer")),
         removal_is_new,
     ),
-    "import": Writer(
+    "import": Disturbed(
         prepare_import, lambda url, folder: _done(hf.import_checkpoint(folder / "hf", url, step=1)), import_is_new
     ),
-    "compaction": Writer(prepare_chain, ignoring_path(lambda url: asyncckpt.compact(url, 2)), compaction_is_new),
-    "ranks in turn": Writer(
+    "compaction": Disturbed(prepare_chain, ignoring_path(lambda url: asyncckpt.compact(url, 2)), compaction_is_new),
+    "ranks in turn": Disturbed(
         ignoring_path(lambda url: save_in_turn(url, 0)), ignoring_path(lambda url: save_in_turn(url, 1)), turns_are_new
     ),
 }

@@ -49,7 +49,7 @@ Image = dict[str, Any]
 State = dict[str, Any]
 
 
-class Drawn:
+class DrawnStates:
     """States, from a source of random numbers."""
 
     def __init__(self, choices: random.Random) -> None:
@@ -146,10 +146,10 @@ def blank(state: Any) -> Any:
     return torch.zeros(state.shape, dtype=state.dtype) if isinstance(state, torch.Tensor) else 0
 
 
-class Program:
+class StagingProgram:
     def __init__(self, path: Path, seed: int) -> None:
         self.choices = random.Random(seed)
-        self.drawn = Drawn(self.choices)
+        self.drawn = DrawnStates(self.choices)
         self.writers = [
             StorageWriter(
                 path / name,
@@ -270,4 +270,4 @@ def test_what_is_saved_is_what_was_there_at_the_call(
         monkeypatch.setattr(image, "BLOCK_BYTES_MAX", 2_500)
     for seed in range(lane, PROGRAMS_COUNT * runs_factor, 4):
         print(f"seed {base_seed + seed}")
-        Program(tmp_path / str(seed), base_seed + seed).run()
+        StagingProgram(tmp_path / str(seed), base_seed + seed).run()

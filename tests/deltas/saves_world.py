@@ -73,7 +73,7 @@ class SavesWorld:
         self.saver = Saver(
             path=self.root,
             hashtables={name: world.table for name, world in self.worlds.items()},
-            tensors={"dense": self.dense, "progress": _Progress(self)},
+            tensors={"dense": self.dense, "progress": _StepValue(self)},
             deltas=POLICY,
             keep=keep,
             device=asyncckpt.DeviceOptions(host_level=host_level),
@@ -240,7 +240,7 @@ class SavesWorld:
         self._check_kept()
 
 
-class _Progress:
+class _StepValue:
     """A value of the state that is different at every step."""
 
     def __init__(self, world: SavesWorld) -> None:

@@ -19,7 +19,7 @@ DIM = 256
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1e9)
 
 
-class Run:
+class ChangedTable:
     """A table that is changed before every save, and the rows of every step."""
 
     def __init__(self, root: Path, **options: Any) -> None:
@@ -29,7 +29,7 @@ class Run:
         self.table.insert(torch.arange(300), torch.zeros(300, DIM))
         self.saver = Saver(path=root, hashtables={"user": self.table}, **({"deltas": ALWAYS} | options))
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> ChangedTable:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,7 +74,7 @@ def save_again(root: Path, step: int) -> None:
     """Put another checkpoint in the place of a step."""
     remove_folder(root, step)
     other = root.parent / "other"
-    with Run(other) as run:
+    with ChangedTable(other) as run:
         run.save(step)
     shutil.copy(manifest(other, step), manifest(root, step))
     for folder in (other / "data").iterdir():
@@ -89,7 +89,7 @@ ALL = [remove_manifest, remove_folder, remove_file, save_again]
 def test_the_next_save_is_a_full_one_when_a_parent_is_gone(
     lose: Callable[[Path, int], None], step: int, tmp_path: Path
 ) -> None:
-    with Run(tmp_path / "run") as run:
+    with ChangedTable(tmp_path / "run") as run:
         assert [run.save(number).kind for number in range(3)] == ["full", "delta", "delta"]
         lose(run.root, step)
         with pytest.warns(RuntimeWarning, match="is not there any more.*this save is a full one") as caught:
@@ -108,7 +108,7 @@ def test_the_next_save_is_a_full_one_when_a_parent_is_gone(
 def test_a_delta_upon_what_is_gone_is_refused_before_anything_is_changed(
     lose: Callable[[Path, int], None], deltas: DeltaPolicy | None, tmp_path: Path
 ) -> None:
-    with Run(tmp_path / "run", deltas=deltas) as run:
+    with ChangedTable(tmp_path / "run", deltas=deltas) as run:
         run.save(0)
         run.save(1, kind="delta")
         lose(run.root, 0)
@@ -136,7 +136,7 @@ def test_a_parent_that_goes_while_a_delta_is_written_ends_that_and_the_next_one_
             remove_manifest(tmp_path, step)
         return blocks
 
-    with Run(tmp_path, filter_func=lose) as run:
+    with ChangedTable(tmp_path, filter_func=lose) as run:
         run.save(1)
         lost.append(1)
         with pytest.raises(asyncckpt.ConflictError, match="step 1, which a delta would build upon"):
@@ -147,7 +147,7 @@ def test_a_parent_that_goes_while_a_delta_is_written_ends_that_and_the_next_one_
 
 
 def test_full_saves_do_not_mind_that_an_older_one_is_gone(tmp_path: Path) -> None:
-    with Run(tmp_path) as run, warnings.catch_warnings():
+    with ChangedTable(tmp_path) as run, warnings.catch_warnings():
         warnings.simplefilter("error")
         run.save(0)
         remove_folder(tmp_path, 0)
@@ -155,7 +155,7 @@ def test_full_saves_do_not_mind_that_an_older_one_is_gone(tmp_path: Path) -> Non
 
 
 def test_a_chain_counts_from_what_was_compacted(tmp_path: Path) -> None:
-    with Run(tmp_path, deltas=DeltaPolicy(deltas_max=3, bytes_share_max=1e9), keep=2) as run:
+    with ChangedTable(tmp_path, deltas=DeltaPolicy(deltas_max=3, bytes_share_max=1e9), keep=2) as run:
         kinds = []
         for step in range(8):
             kinds.append(run.save(step).kind)
@@ -179,7 +179,7 @@ def test_bytes_and_age_count_from_what_was_compacted(
     now = [100.0]
     monkeypatch.setattr("asyncckpt.engine.features.deltas.time.monotonic", lambda: now[0])
     monkeypatch.setattr("asyncckpt.engine.save.run_save.time.monotonic", lambda: now[0])
-    with Run(tmp_path, deltas=policy) as run:
+    with ChangedTable(tmp_path, deltas=policy) as run:
         kinds = []
         for step in range(7):
             run.table.insert(torch.arange(60), torch.rand(60, DIM))
@@ -191,7 +191,7 @@ def test_bytes_and_age_count_from_what_was_compacted(
 
 
 def test_a_compaction_in_the_middle_of_a_chain_shortens_it(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
+    with ChangedTable(tmp_path) as run:
         for step in range(5):
             run.save(step)
         run.saver.compact(2).result(60)
@@ -212,7 +212,7 @@ def test_a_compaction_in_the_middle_of_a_chain_shortens_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("lose", [remove_folder, remove_file])
 def test_a_compacted_parent_that_is_gone_is_missed(lose: Callable[[Path, int], None], tmp_path: Path) -> None:
-    with Run(tmp_path, keep=1) as run:
+    with ChangedTable(tmp_path, keep=1) as run:
         for step in range(3):
             run.save(step)
         run.saver.compact(2).result(60)

@@ -39,7 +39,7 @@ KINDS = st.sampled_from(["auto", "auto", "full", "delta", "delta"])
 IDS = st.integers(1, 2**IDS_COUNT - 1).map(lambda bits: [id for id in range(IDS_COUNT) if bits >> id & 1])
 
 
-class Saves(RuleBasedStateMachine):
+class SavesMachine(RuleBasedStateMachine):
     """One run."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ def one_thread() -> Iterator[None]:
 
 def run_machine(runs_count: int, *, lane_seed: int, **options: Any) -> None:
     run_state_machine_as_test(
-        seed(lane_seed)(type("SavesOfLane", (Saves,), {})),
+        seed(lane_seed)(type("SavesOfLane", (SavesMachine,), {})),
         settings=settings(
             deadline=None,
             max_examples=runs_count,

@@ -48,7 +48,7 @@ class Leaf:
 
 
 @dataclass
-class Trainer:
+class DeviceTrainer:
     """The state and its twins. `state` is what a Saver gets.
 
     main: the current stream of every device. known: streams that the Saver is told of. strange: streams that it is not.
@@ -64,9 +64,9 @@ class Trainer:
     number: int = 0
 
     @staticmethod
-    def new(runtime: SimulatedRuntime, seed: int, *, leaves_count: int = 12) -> Trainer:
+    def new(runtime: SimulatedRuntime, seed: int, *, leaves_count: int = 12) -> DeviceTrainer:
         """A trainer with random tensors on random devices."""
-        trainer = Trainer(runtime, random.Random(seed))
+        trainer = DeviceTrainer(runtime, random.Random(seed))
         for device in range(runtime.devices_count):
             own = trainer.random.random() < 0.5
             trainer.main.append(runtime.new_stream(device, "main") if own else runtime.current_stream(device))

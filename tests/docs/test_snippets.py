@@ -47,7 +47,7 @@ MATCHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 @dataclass(frozen=True)
-class Block:
+class Snippet:
     """A fenced block: its language, text, the line it begins at, and what stands between it and the last one."""
 
     language: str
@@ -56,17 +56,17 @@ class Block:
     behind: str
 
 
-def blocks_of(page: str) -> list[Block]:
+def blocks_of(page: str) -> list[Snippet]:
     blocks = []
     end = 0
     for match in FENCED.finditer(page):
         line = page.count("\n", 0, match.start()) + 2
-        blocks.append(Block(match.group(1), match.group(2), line, page[end : match.start()].strip()))
+        blocks.append(Snippet(match.group(1), match.group(2), line, page[end : match.start()].strip()))
         end = match.end()
     return blocks
 
 
-def run_python(block: Block, page: str, namespace: dict[str, Any]) -> str:
+def run_python(block: Snippet, page: str, namespace: dict[str, Any]) -> str:
     # Line numbers of a traceback are those of the page.
     code = compile("\n" * (block.line - 1) + block.text, page, "exec")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -96,7 +96,7 @@ def free_port() -> int:
 RUNS = {"asyncckpt": lambda arguments: invoke(*arguments).output, "python": run_program, "torchrun": run_torchrun}
 
 
-def run_console(block: Block) -> tuple[str, str]:
+def run_console(block: Snippet) -> tuple[str, str]:
     """What the block expects and what its commands print."""
     expected, printed = [], []
     for line in block.text.splitlines():
@@ -109,7 +109,7 @@ def run_console(block: Block) -> tuple[str, str]:
     return "\n".join(expected) + "\n", "".join(printed)
 
 
-def check(page: str, block: Block, expected: str, printed: str) -> None:
+def check(page: str, block: Snippet, expected: str, printed: str) -> None:
     if not doctest.OutputChecker().check_output(expected, printed, MATCHING):
         pytest.fail(f"{page}:{block.line} prints\n{printed}\nnot\n{expected}", pytrace=False)
 

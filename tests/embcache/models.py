@@ -31,7 +31,7 @@ def config(name: str = "user", features: Iterable[str] = ("clicks", "likes"), **
     return EmbCacheTableConfig(name=name, feature_names=tuple(features), **{**chosen, **options})
 
 
-class Net(nn.Module):
+class CachedNet(nn.Module):
     """Tables `user` (two features), `ad` (mean) and `word` (one row per id), and a dense layer."""
 
     def __init__(self, shard: tuple[int, int] = (0, 1), *, admit_after: int = 1, **options: Any) -> None:
@@ -57,7 +57,7 @@ class Net(nn.Module):
         self(batch).square().backward()
         self.adagrad.step()
 
-    def trained(self, steps: range) -> Net:
+    def trained(self, steps: range) -> CachedNet:
         for step in steps:
             self.train_step(step)
         return self
@@ -91,7 +91,7 @@ def table_image(table: Any) -> dict[int, bytes]:
     }
 
 
-def image(net: Net) -> Image:
+def image(net: CachedNet) -> Image:
     """A copy of every bit of all tables, and of the counts of candidates."""
     copied: Image = {}
     for collection in (net.bags, net.below["words"]):

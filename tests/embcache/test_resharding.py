@@ -11,7 +11,7 @@ import torch
 import asyncckpt
 from asyncckpt.embcache import Saver
 from tests.embcache.earlier_form import rank_folder, save_rank
-from tests.embcache.models import IDS, Image, Net, image, owners, union
+from tests.embcache.models import IDS, CachedNet, Image, image, owners, union
 
 CorruptError, NotFoundError = asyncckpt.CorruptError, asyncckpt.NotFoundError
 
@@ -21,11 +21,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "sparse"
 
 
-def nets(world_size: int, *, steps: range = range(0)) -> list[Net]:
-    return [Net(shard=(rank, world_size), admit_after=2).trained(steps) for rank in range(world_size)]
+def nets(world_size: int, *, steps: range = range(0)) -> list[CachedNet]:
+    return [CachedNet(shard=(rank, world_size), admit_after=2).trained(steps) for rank in range(world_size)]
 
 
-def save(ranks: list[Net], path: Path, *, step: int, save_id: str = "one") -> Image:
+def save(ranks: list[CachedNet], path: Path, *, step: int, save_id: str = "one") -> Image:
     for net in ranks:
         save_rank(net, path, step=step, save_id=save_id)
     return union(image(net) for net in ranks)
@@ -185,7 +185,7 @@ def test_id_in_the_folders_of_two_ranks_is_found(path: Path) -> None:
 
 def test_ranks_that_hold_different_tables_are_refused(path: Path) -> None:
     """A rank that saved counts of candidates, and one that did not."""
-    ranks = [Net(shard=(0, 2), admit_after=2).trained(range(3)), Net(shard=(1, 2)).trained(range(3))]
+    ranks = [CachedNet(shard=(0, 2), admit_after=2).trained(range(3)), CachedNet(shard=(1, 2)).trained(range(3))]
     save(ranks, path, step=1)
     net = nets(1, steps=range(2))[0]
     before = image(net)

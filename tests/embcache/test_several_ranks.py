@@ -9,7 +9,7 @@ import pytest
 import asyncckpt
 from asyncckpt.embcache import Saver
 from tests.embcache import job_ranks
-from tests.embcache.models import Image, Net, image, owners, union
+from tests.embcache.models import CachedNet, Image, image, owners, union
 from tests.ranks.forked import run
 from tests.shares import share_of
 
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
 def trained(steps: int, *, admit_after: int = 1) -> Image:
     """What both ranks hold after some steps."""
     return union(
-        image(Net(shard=(rank, job_ranks.WORLD), admit_after=admit_after).trained(range(steps)))
+        image(CachedNet(shard=(rank, job_ranks.WORLD), admit_after=admit_after).trained(range(steps)))
         for rank in range(job_ranks.WORLD)
     )
 
 
 def load(path: Path, world_size: int, *, step: int | None = None, admit_after: int = 1) -> Image:
     """Load as many ranks, one after the other."""
-    found = [Net(shard=(rank, world_size), admit_after=admit_after) for rank in range(world_size)]
+    found = [CachedNet(shard=(rank, world_size), admit_after=admit_after) for rank in range(world_size)]
     for rank, net in enumerate(found):
         with Saver(rank=rank, world_size=world_size) as saver:
             report = saver.load(net, path, step=step)

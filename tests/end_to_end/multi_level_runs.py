@@ -95,7 +95,7 @@ class _Side:
         self.adagrad.step()
 
 
-class TrainingRun:
+class LevelsRun:
     """Both tables, and what has happened to them."""
 
     def __init__(self, spec: RunSpec) -> None:
@@ -187,7 +187,7 @@ def load(spec: RunSpec, path: Path, step: int) -> Contents:
 def run(spec: RunSpec, path: Path) -> list[str]:
     """Train and save at random boundaries; returns what differed, as text: nothing, when all is right."""
     wrong: list[str] = []
-    training = TrainingRun(spec)
+    training = LevelsRun(spec)
     expected: dict[int, Contents] = {}
     with paced_exports() as pace:
         saver = asyncckpt.Saver(

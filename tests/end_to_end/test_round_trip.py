@@ -99,7 +99,7 @@ def test_every_kind_of_tensor(tmp_path: Path, staged: bool) -> None:
             assert np.array_equal(found, value), name
 
 
-class Extra(torch.nn.Module):
+class ExtraState(torch.nn.Module):
     """A module with extra state."""
 
     def __init__(self, loss: Any) -> None:
@@ -120,9 +120,9 @@ SCALARS += [np.float16(0.1), np.complex64(1 - 2j)]
 @pytest.mark.parametrize("value", SCALARS, ids=lambda value: value.dtype.name)
 async def test_a_numpy_scalar_is_its_own_target(tmp_path: Path, value: Any) -> None:
     """Nobody can write to it, so it comes back as a value, of the same type and with the same bits."""
-    with asyncckpt.Saver(path=tmp_path, tensors={"s": value, "deep": [{"s": value}], "m": Extra(value)}) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors={"s": value, "deep": [{"s": value}], "m": ExtraState(value)}) as saver:
         saver.save(1)
-    old, module = type(value)(), Extra(type(value)())
+    old, module = type(value)(), ExtraState(type(value)())
     target = {"s": old, "deep": [{"s": old}], "m": module}
     reports = [asyncckpt.Loader(tmp_path, tensors=target).load()]
     async for update in asyncckpt.follow(tmp_path, until=1):
@@ -146,8 +146,8 @@ EXTRA_STATES += [torch.ones(2), torch.ones(3), {"steps": [torch.ones(2)]}, {"n":
 @pytest.mark.parametrize("saved", EXTRA_STATES, ids=repr)
 async def test_extra_state_of_a_module_has_the_form_that_was_stored(tmp_path: Path, saved: Any, new: Any) -> None:
     """What a module notes while it trains is not in a new one; `load_state_dict` gives it all the same."""
-    asyncckpt.save(tmp_path, {"model": torch.nn.Sequential(Extra(copy.deepcopy(saved)))})
-    loaded = torch.nn.Sequential(Extra(copy.deepcopy(new)))
+    asyncckpt.save(tmp_path, {"model": torch.nn.Sequential(ExtraState(copy.deepcopy(saved)))})
+    loaded = torch.nn.Sequential(ExtraState(copy.deepcopy(new)))
     asyncckpt.Loader(tmp_path, tensors={"model": loaded}).load()
     assert repr(loaded[0].loss) == repr(saved)
     loaded[0].loss = copy.deepcopy(new)
@@ -157,7 +157,7 @@ async def test_extra_state_of_a_module_has_the_form_that_was_stored(tmp_path: Pa
 
 
 def test_extra_state_that_a_module_does_not_take_is_refused(tmp_path: Path) -> None:
-    asyncckpt.save(tmp_path, {"model": Extra(torch.ones(2))})
+    asyncckpt.save(tmp_path, {"model": ExtraState(torch.ones(2))})
     with pytest.raises(asyncckpt.IncompatibleError, match="loss' is unexpected"):
         asyncckpt.Loader(tmp_path, tensors={"model": torch.nn.Module()}).load()
 

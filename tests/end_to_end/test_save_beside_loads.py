@@ -23,7 +23,7 @@ from asyncckpt.shard.reader import ChainReader
 from asyncckpt.strategies import ShardedLoad, ShardedSave
 from asyncckpt.strategies.mapping import ShardedTensor
 from asyncckpt.strategies.stored_state import StoredState
-from tests.embcache.models import Net, image
+from tests.embcache.models import CachedNet, image
 
 WAIT_S_MAX = 60
 SIZE = 1000
@@ -153,7 +153,7 @@ def test_what_a_load_fills_is_captured_after_it(
 
 
 def test_tables_of_a_module_are_captured_after_their_load(tmp_path: Path, held: HeldReads) -> None:
-    whole, net = Net().trained(range(8)), Net()
+    whole, net = CachedNet().trained(range(8)), CachedNet()
     with embcache.Saver(rank=0) as saver:
         saver.save(whole, tmp_path / "saved")
     held.reached.clear()
@@ -168,7 +168,7 @@ def test_tables_of_a_module_are_captured_after_their_load(tmp_path: Path, held: 
     with embcache.Saver(rank=0, on_busy="queue") as saver:
         saver.save(net, tmp_path / "new")
         thread.join(WAIT_S_MAX)
-        found = Net()
+        found = CachedNet()
         saver.load(found, tmp_path / "new")
     assert image(found) == image(whole)
 

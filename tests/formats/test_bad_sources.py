@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
-from tests.embcache.recsdk_writer import Rows, write_merged
+from tests.embcache.recsdk_writer import RecsdkRows, write_merged
 from tests.program import invoke
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:torch.distributed is")]
@@ -203,7 +203,7 @@ def recsdk_with(change: Callable[[Path], object], *, incremental: bool = False) 
     """Two ranks merged, then changed; `change` gets the folder of the table."""
 
     def make(folder: Path) -> Path:
-        rows = Rows.random(0, count=40, counts=True, seen=True)
+        rows = RecsdkRows.random(0, count=40, counts=True, seen=True)
         write_merged(folder / "sparse", {"user": rows}, incremental=incremental)
         change(folder / "sparse" / "user")
         return folder / "sparse"

@@ -15,7 +15,7 @@ LARGE_FLOATS = 3 << 20  # 12 MiB: long enough on its way to the host for a chang
 MIDDLING_FLOATS = 100_000  # More than what goes in batches (devices/contract.py).
 
 
-class State:
+class CountingState:
     """Tensors that all count steps: `advance` adds one to each, on the current stream."""
 
     def __init__(self, seed: int, *, small_count: int = 120, device: str = DEVICE) -> None:

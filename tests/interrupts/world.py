@@ -27,7 +27,7 @@ VALUES_KEPT = 2 * KEPT + 16  # Between two looks at what is there, a slow machin
 FEW_IDS = 200
 
 
-class Trained:
+class TrainedTables:
     """Two tables with their modules and optimizer, and dense tensors. Equal calls make equal states."""
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ def rows_of(table: Any) -> dict[int, bytes]:
     return {id: b"".join(value[at].tobytes() for value in values) for at, id in enumerate(ids.tolist())}
 
 
-class World:
+class SaverAndReference:
     """A Saver, what it saves, and the reference."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.own, self.reference = Trained(), Trained()
+        self.own, self.reference = TrainedTables(), TrainedTables()
         self.saver = self.new_saver()
         self.futures: list[CheckpointFuture[Any]] = []  # What a call waited for.
         self.steps = 0
@@ -121,7 +121,7 @@ class World:
 
     def load(self) -> int:
         """Load the newest checkpoint, check that it has what was saved, and return its step."""
-        loaded = Trained()
+        loaded = TrainedTables()
         loaded.tensors = {"w": torch.zeros(3, 4), "b": torch.zeros(2, 5), "n": 0}
         step = asyncckpt.Loader(str(self.path), loaded.tables, loaded.tensors).load().step
         assert loaded.values() == self.values_at[step], f"step {step} has other values than were saved"

@@ -46,7 +46,7 @@ def before_each_operation(hook: Callable[[], None], *, more: Sequence[str] = ())
         yield
 
 
-class Gate:
+class PlaceGate:
     """Holds the first thread that comes to a place, until `open`. None: nobody is held."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Gate:
         self._hold(is_place)
 
     @contextmanager
-    def watching(self) -> Iterator[Gate]:
+    def watching(self) -> Iterator[PlaceGate]:
         """Come to the places of storage and fills."""
         run = ChainReader.run
 

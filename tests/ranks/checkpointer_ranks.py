@@ -27,7 +27,7 @@ from tests.ranks.job_ranks import WAIT_S_MAX, group_of
 DEADLINE = asyncckpt.RankOptions(peer_deadline=20.0)
 
 
-class Training:
+class CountedSteps:
     """A tensor of the number of steps, on every rank."""
 
     def __init__(self, rank: int, folder: Path, ranks_count: int = 2) -> None:
@@ -49,7 +49,7 @@ class Training:
 
 def asked_to_stop(rank: int, folder: Path) -> None:
     """Rank 1 is terminated in the middle of step 5: both save step 6, and leave."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt", every=4) as ckpt:
         for step in range(ckpt.restore(), 100):
             if (rank, step) == (1, 5):
@@ -60,7 +60,7 @@ def asked_to_stop(rank: int, folder: Path) -> None:
 
 def all_asked_to_stop(rank: int, folder: Path) -> None:
     """As by torchrun, which sends SIGTERM to all; here just before the last step."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt") as ckpt:
         for step in range(ckpt.restore(), 6):
             if step == 5 - rank:
@@ -73,7 +73,7 @@ def out_of_time(rank: int, folder: Path) -> None:
     """Steps of 500 s by the clock of rank 0, which says so one step ahead: the last one of an hour is step 6."""
     now = [0.0]
     checkpointer.monotonic = lambda: now[0]  # type: ignore[attr-defined]
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt", max_hours=1) as ckpt:
         for step in range(ckpt.restore(), 100):
             training.train(step)
@@ -83,7 +83,7 @@ def out_of_time(rank: int, folder: Path) -> None:
 
 def to_the_end(rank: int, folder: Path) -> None:
     """Without a `with` block, and by sys.exit on all."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     ckpt = training.open(folder / "ckpt", every=2)
     for step in range(ckpt.restore(), 8):
         training.train(step)
@@ -93,7 +93,7 @@ def to_the_end(rank: int, folder: Path) -> None:
 
 def an_exception(rank: int, folder: Path) -> None:
     """On rank 1, in step 5: nobody waits for the others, and nothing is saved that not all have."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with suppress(RuntimeError), training.open(folder / "ckpt", every=4) as ckpt:
         for step in range(ckpt.restore(), 100):
             if (rank, step) == (1, 5):
@@ -106,7 +106,7 @@ def an_exception(rank: int, folder: Path) -> None:
 
 def a_rank_cannot_restore(rank: int, folder: Path) -> None:
     """Then none goes on, and nothing is discarded; afterwards both can."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt") as ckpt:
         assert ckpt.restore() == 0
         for step in range(4):
@@ -149,7 +149,7 @@ def await_true(is_so: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-class Restoring(Training):
+class Restoring(CountedSteps):
     """Training that has a checkpoint of step 0, and the process ids of both ranks."""
 
     def __init__(self, rank: int, folder: Path) -> None:

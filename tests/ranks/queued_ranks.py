@@ -54,7 +54,7 @@ def changes(seed: int) -> Iterator[Change]:
         yield Change(step, kind, removed, written, more_on, dict(rows))
 
 
-class State:
+class QueuedState:
     """A table of which every rank has a shard, one that all have in full, one without marks, and dense tensors."""
 
     def __init__(self, rank: int, ranks_count: int) -> None:
@@ -89,7 +89,7 @@ class State:
 
 def differences(path: Path, change: Change) -> list[str]:
     """In what a checkpoint differs from the state after a change."""
-    target = State(0, 1)
+    target = QueuedState(0, 1)
     target.plain.weight.data.fill_(-1.0)
     if change.more_on:
         target.tensors["more"] = torch.zeros(7000)
@@ -108,7 +108,7 @@ def differences(path: Path, change: Change) -> list[str]:
     return found
 
 
-def saver_of(rank: int, path: Path, state: State, **options: Any) -> asyncckpt.Saver:
+def saver_of(rank: int, path: Path, state: QueuedState, **options: Any) -> asyncckpt.Saver:
     ranks = asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S)
     options = {"on_busy": "queue", "deltas": POLICY, "ranks": ranks, **options}
     return asyncckpt.Saver(
@@ -124,7 +124,7 @@ def at_any_times(rank: int, folder: Path, seeds: list[int]) -> None:
     """Every rank saves the same, and waits for some of its saves: for which ones differs from rank to rank."""
     group_of(rank, 2, folder)
     for seed in seeds:
-        own, state = random.Random(1000 * seed + rank), State(rank, 2)
+        own, state = random.Random(1000 * seed + rank), QueuedState(rank, 2)
         with saver_of(rank, folder / f"{seed}", state, keep=keep_of(seed)) as saver:
             futures = []
             for change in changes(seed):
@@ -140,7 +140,7 @@ def one_rank_is_ahead(rank: int, folder: Path) -> None:
     """Rank 1 makes its calls before any save has ended, rank 0 each after the one before has."""
     group_of(rank, 2, folder)
     for kind in ("auto", "delta"):
-        state = State(rank, 2)
+        state = QueuedState(rank, 2)
         with saver_of(rank, folder / kind, state) as saver:
             futures = []
             if rank == 0:
@@ -158,7 +158,7 @@ def one_rank_is_ahead(rank: int, folder: Path) -> None:
 def a_delta_has_nothing_to_build_upon(rank: int, folder: Path) -> None:
     """The first save fails, and the delta behind it too, on both ranks, whether it was queued or not."""
     group_of(rank, 2, folder)
-    state = State(rank, 2)
+    state = QueuedState(rank, 2)
     fails = [True]
 
     def fail(blocks: Any) -> Any:
@@ -186,7 +186,7 @@ def a_delta_has_nothing_to_build_upon(rank: int, folder: Path) -> None:
 def the_next_step_after_a_failed_one(rank: int, folder: Path) -> None:
     """The first save fails on rank 0, when rank 1 has made its next call, and rank 0 has not; no call names a step."""
     group_of(rank, 2, folder)
-    state = State(rank, 2)
+    state = QueuedState(rank, 2)
     fails = [rank == 0]
 
     def fail_once(blocks: Any) -> Any:
@@ -214,7 +214,7 @@ def the_next_step_after_a_failed_one(rank: int, folder: Path) -> None:
 def the_parent_is_removed(rank: int, folder: Path) -> None:
     """By others, as after a mistake: the next save is full on all ranks, and a delta that was asked for is refused."""
     group_of(rank, 2, folder)
-    state = State(rank, 2)
+    state = QueuedState(rank, 2)
     calls = changes(2)
     with saver_of(rank, folder / "checkpoints", state, on_busy="wait") as saver:
 
@@ -236,7 +236,7 @@ def the_parent_is_removed(rank: int, folder: Path) -> None:
 def what_is_kept(rank: int, folder: Path) -> None:
     """Rank 0 removes, and its metadata counts; rank 1 pins a step beside it."""
     group_of(rank, 2, folder)
-    state, path = State(rank, 2), folder / "checkpoints"
+    state, path = QueuedState(rank, 2), folder / "checkpoints"
     policy = asyncckpt.KeepPolicy(best=1, metric="loss")
     with saver_of(rank, path, state, keep=policy, on_busy="wait") as saver:
         for change, loss in zip(changes(2), [3.0, 1.0, 2.0, 5.0], strict=False):
@@ -256,7 +256,7 @@ def what_is_kept(rank: int, folder: Path) -> None:
 def the_ranks_compact(rank: int, folder: Path) -> None:
     """Rank 0 does it; all count from what was compacted, also the rank that has called before."""
     group_of(rank, 2, folder)
-    state = State(rank, 2)
+    state = QueuedState(rank, 2)
     calls = changes(2)
     with saver_of(rank, folder / "checkpoints", state) as saver:
 
@@ -281,7 +281,7 @@ def the_ranks_compact(rank: int, folder: Path) -> None:
 def one_rank_has_not_seen_that_the_parent_is_removed(rank: int, folder: Path) -> None:
     """Because it was removed after its call, say: one save fails on all ranks, and the next one is full."""
     group_of(rank, 2, folder)
-    state = State(rank, 2)
+    state = QueuedState(rank, 2)
     calls = changes(2)
     with saver_of(rank, folder / "checkpoints", state, on_busy="wait") as saver:
 

@@ -86,7 +86,7 @@ def box_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return tensor[tuple(slice(begin, begin + size) for begin, size in ends)]
 
 
-class World:
+class RankObjects:
     """One rank's objects, not filled yet. `line` and `grid` are meshes of its ranks of one and two dimensions."""
 
     def __init__(self, rank: int, ranks_count: int, line: DeviceMesh, grid: DeviceMesh) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.steps.gate import Gate
+from tests.steps.gate import StepGate
 
 pytestmark = pytest.mark.any_core
 
@@ -44,7 +44,7 @@ def multiply_what_is_within(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 @pytest.mark.parametrize("act", [load, multiply, multiply_what_is_within])
 def test_what_is_changed_otherwise_is_refused_by_name(
-    tmp_path: Path, mesh: Any, gate: Gate, kind: str, act: Callable[[torch.nn.Module], None]
+    tmp_path: Path, mesh: Any, gate: StepGate, kind: str, act: Callable[[torch.nn.Module], None]
 ) -> None:
     module = module_of(mesh, kind)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -58,7 +58,7 @@ def test_what_is_changed_otherwise_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
-def test_a_step_waits(tmp_path: Path, mesh: Any, gate: Gate, kind: str) -> None:
+def test_a_step_waits(tmp_path: Path, mesh: Any, gate: StepGate, kind: str) -> None:
     module = module_of(mesh, kind)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     parameter: Any = next(module.parameters())
@@ -75,7 +75,7 @@ def test_a_step_waits(tmp_path: Path, mesh: Any, gate: Gate, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 @pytest.mark.parametrize("writes", [False, True])
-def test_one_that_is_swapped_is_watched(tmp_path: Path, mesh: Any, gate: Gate, kind: str, writes: bool) -> None:
+def test_one_that_is_swapped_is_watched(tmp_path: Path, mesh: Any, gate: StepGate, kind: str, writes: bool) -> None:
     """What counts its writes goes with its memory to the other one."""
     module, other = module_of(mesh, kind), torch.nn.Parameter(next(module_of(mesh, kind).parameters()).detach())
     parameter: Any = next(module.parameters())

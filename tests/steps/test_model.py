@@ -23,8 +23,8 @@ from asyncckpt.engine.features import steps
 from asyncckpt.engine.features.steps import StepFences
 from asyncckpt.engine.save import save_job
 from tests.steps import gate as gates
-from tests.steps.trainer import Trainer
-from tests.steps.trainings import Training
+from tests.steps.trainer import SavingTrainer
+from tests.steps.trainings import RandomTraining
 
 pytestmark = pytest.mark.any_core
 
@@ -44,7 +44,7 @@ class Seams:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mesh: Any) -> None:
         self.monkeypatch, self.mesh = monkeypatch, mesh
-        self.trainer: Trainer | None = None
+        self.trainer: SavingTrainer | None = None
         self.counts: Counter[str] = Counter()
         monkeypatch.setattr(save_job, "WRITE_S_MAX", 0.05)  # Nothing that this thread writes takes longer.
         self.gates = [gates.install_before(monkeypatch), gates.install(monkeypatch)]
@@ -71,8 +71,8 @@ class Seams:
         gates.watch_short(self.monkeypatch, bytes_min=(1, 1, 100)[seed % 3])
         self.monkeypatch.setattr(step_copies, "CHUNK_BYTES", (300, 700, 5000, 1 << 20)[seed % 4] * scale)
         kind = {3: "DTensors", 6: "sharded" if HAS_FSDP2 else "DTensors"}.get(seed % 8)
-        training = Training(seed, self.mesh if kind else None, is_sharded=kind == "sharded", scale=scale)
-        self.trainer = trainer = Trainer(training, path, self.gates, self.counts)
+        training = RandomTraining(seed, self.mesh if kind else None, is_sharded=kind == "sharded", scale=scale)
+        self.trainer = trainer = SavingTrainer(training, path, self.gates, self.counts)
         try:
             with trainer.running():
                 trainer.run()

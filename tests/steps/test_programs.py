@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
-class Open:
+class OpenSave:
     """A save that has not been looked at. changed: what was changed otherwise before its memory was let go."""
 
     future: asyncckpt.SaveFuture
@@ -46,11 +46,11 @@ class Open:
 class Program:
     """One training of four parameters by two optimizers."""
 
-    def __init__(self, seed: int, path: Path, runtime: SimulatedRuntime | None, gate: gates.Gate) -> None:
+    def __init__(self, seed: int, path: Path, runtime: SimulatedRuntime | None, gate: gates.StepGate) -> None:
         self.random, self.path, self.runtime, self.gate = random.Random(seed), path, runtime, gate
         self.state: Tensors = {}
         self.number = 0
-        self.saves: dict[int, Open] = {}
+        self.saves: dict[int, OpenSave] = {}
         self.parameters = [torch.nn.Parameter(self._new(self.random.choice([1, 40, 700]))) for _ in range(4)]
         self.buffer = self._new(20)
         self.optimizers = [
@@ -110,7 +110,7 @@ class Program:
             future = saver.save_async(self.number)
         except asyncckpt.UsageError:  # Of an earlier one that was refused; it is looked at in the end, too.
             return
-        self.saves[self.number] = Open(future, self.values())
+        self.saves[self.number] = OpenSave(future, self.values())
 
     def hold(self) -> None:
         self.gate.shut()
@@ -147,7 +147,7 @@ class Program:
         return found
 
 
-def wrong(seed: int, path: Path, gate: gates.Gate) -> list[str]:
+def wrong(seed: int, path: Path, gate: gates.StepGate) -> list[str]:
     runtime = SimulatedRuntime(1, seed=seed) if seed % 3 == 2 else None
     with nullcontext() if runtime is None else runtime.installed():
         program = Program(seed, path, runtime, gate)
@@ -165,7 +165,7 @@ def wrong(seed: int, path: Path, gate: gates.Gate) -> list[str]:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.Gate]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.StepGate]:
     made = gates.install(monkeypatch, chunk_bytes=700)
     yield made
     made.open()
@@ -178,7 +178,7 @@ def bytes_min_of(seed: int) -> int:
 
 @pytest.mark.parametrize("seed", range(SEEDS_COUNT))
 def test_a_save_holds_its_cut_or_is_refused(
-    seed: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    seed: int, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gates.watch_short(monkeypatch, bytes_min=bytes_min_of(seed))
     assert wrong(seed, tmp_path, gate) == []
@@ -187,14 +187,14 @@ def test_a_save_holds_its_cut_or_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(10))
 def test_saves_of_many_programs(
-    hundred: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    hundred: int, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(1000 + 100 * hundred, 1100 + 100 * hundred):
         gates.watch_short(monkeypatch, bytes_min=bytes_min_of(seed))
         assert wrong(seed, tmp_path / str(seed), gate) == [], seed
 
 
-def step_while_held(path: Path, gate: gates.Gate) -> list[str]:
+def step_while_held(path: Path, gate: gates.StepGate) -> list[str]:
     """Step before the background has copied anything; returns what the checkpoint holds of behind the call."""
     program = Program(1, path, None, gate)
     with asyncckpt.Saver(
@@ -214,7 +214,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("round", range(10))
 def test_a_step_that_does_not_wait_is_refused(
-    round: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    round: int, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepFences, "before_step", nothing)
     assert "was changed behind the call" in step_while_held(tmp_path, gate)[0]
@@ -222,7 +222,7 @@ def test_a_step_that_does_not_wait_is_refused(
 
 @pytest.mark.parametrize("round", range(10))
 def test_a_step_that_does_not_wait_tears_what_is_not_compared(
-    round: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    round: int, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepFences, "before_step", nothing)
     monkeypatch.setattr(Watch, "check_unchanged", nothing)
@@ -230,7 +230,7 @@ def test_a_step_that_does_not_wait_tears_what_is_not_compared(
 
 
 def test_a_step_that_does_not_wait_for_the_background_tears_what_that_has_begun(
-    tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepCopies, "_wait_copied", lambda *_, **__: True)
     assert step_while_held(tmp_path, gate) != []
@@ -242,13 +242,13 @@ def test_a_step_that_does_not_wait_for_the_background_tears_what_that_has_begun(
     ids=["steps do not wait", "versions are not compared"],
 )
 def test_what_is_left_out_is_found(
-    owner: type, name: str, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, lambda *_, **__: True)
     assert any(is_wrong(seed, tmp_path / str(seed), gate) for seed in range(60))
 
 
-def is_wrong(seed: int, path: Path, gate: gates.Gate) -> bool:
+def is_wrong(seed: int, path: Path, gate: gates.StepGate) -> bool:
     try:
         return wrong(seed, path, gate) != []
     except Exception:

@@ -42,14 +42,14 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gate(few: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.Gate]:
+def gate(few: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.StepGate]:
     made = gates.install(monkeypatch, chunk_bytes=200)
     yield made
     made.open()
 
 
 @pytest.fixture
-def gate_before(few: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.Gate]:
+def gate_before(few: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.StepGate]:
     made = gates.install_before(monkeypatch, chunk_bytes=200)
     yield made
     made.open()
@@ -129,7 +129,7 @@ def wrong_in(path: Path, step: int, expected: dict[str, Rows]) -> list[str]:
     return [f"{name}: {what}" for name, rows in expected.items() for what in differing(found[name], rows)]
 
 
-def test_rows_are_copied_behind_the_call_and_the_step_waits(tmp_path: Path, gate: gates.Gate) -> None:
+def test_rows_are_copied_behind_the_call_and_the_step_waits(tmp_path: Path, gate: gates.StepGate) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
         before = job.values()
@@ -144,7 +144,7 @@ def test_rows_are_copied_behind_the_call_and_the_step_waits(tmp_path: Path, gate
         assert wrong_in(tmp_path, 1, before) == []
 
 
-def test_a_lookup_of_new_ids_does_not_wait_while_there_is_room(tmp_path: Path, gate: gates.Gate) -> None:
+def test_a_lookup_of_new_ids_does_not_wait_while_there_is_room(tmp_path: Path, gate: gates.StepGate) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
         before = job.values()
@@ -158,7 +158,7 @@ def test_a_lookup_of_new_ids_does_not_wait_while_there_is_room(tmp_path: Path, g
         assert wrong_in(tmp_path, 1, before) == []
 
 
-def test_forward_stamps_rows_without_waiting(tmp_path: Path, gate: gates.Gate) -> None:
+def test_forward_stamps_rows_without_waiting(tmp_path: Path, gate: gates.StepGate) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
         with gate.held():
@@ -198,7 +198,7 @@ CHANGES: dict[str, Callable[[asyncckpt.HashTable], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whoever_changes_rows_waits(change: str, tmp_path: Path, gate: gates.Gate) -> None:
+def test_whoever_changes_rows_waits(change: str, tmp_path: Path, gate: gates.StepGate) -> None:
     job = Job()
     with job.tables[0].rows(job.tables[0].ids()) as rows:
         rows["last_seen"] = 3
@@ -235,7 +235,7 @@ def uncounted(table: asyncckpt.HashTable) -> None:
 
 @pytest.mark.parametrize("write", [in_place, uncounted])
 def test_a_write_past_the_table_is_refused_by_name(
-    write: Callable[[asyncckpt.HashTable], None], tmp_path: Path, gate: gates.Gate
+    write: Callable[[asyncckpt.HashTable], None], tmp_path: Path, gate: gates.StepGate
 ) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
@@ -252,7 +252,7 @@ def test_a_write_past_the_table_is_refused_by_name(
 
 
 def test_an_audit_tells_nothing_of_a_save_that_is_refused(
-    tmp_path: Path, gate: gates.Gate, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, gate: gates.StepGate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It would call rows unmarked that were touched behind the call."""
     job = Job()
@@ -267,7 +267,9 @@ def test_an_audit_tells_nothing_of_a_save_that_is_refused(
     assert "without a mark" not in caplog.text
 
 
-def test_a_save_that_is_cancelled_leaves_no_watcher_and_no_trust_in_its_arena(tmp_path: Path, gate: gates.Gate) -> None:
+def test_a_save_that_is_cancelled_leaves_no_watcher_and_no_trust_in_its_arena(
+    tmp_path: Path, gate: gates.StepGate
+) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
         saver.save_async(1).result(30)
@@ -307,7 +309,7 @@ class Open:
 class Program:
     """One random training."""
 
-    def __init__(self, seed: int, path: Path, gate: gates.Gate) -> None:
+    def __init__(self, seed: int, path: Path, gate: gates.StepGate) -> None:
         self.random, self.path, self.gate = random.Random(seed), path, gate
         self.job = Job(seed, capacity=self.random.choice([16, 64, 256]))
         self.number = 0
@@ -393,7 +395,7 @@ class Program:
         return found
 
 
-def wrong(seed: int, path: Path, gate: gates.Gate) -> list[str]:
+def wrong(seed: int, path: Path, gate: gates.StepGate) -> list[str]:
     program = Program(seed, path, gate)
     deltas = asyncckpt.DeltaPolicy(bytes_share_max=1e9) if seed % 2 else None
     with program.job.saver(path, deltas=deltas) as saver:
@@ -407,18 +409,18 @@ def wrong(seed: int, path: Path, gate: gates.Gate) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS_COUNT))
-def test_a_save_holds_its_cut_or_is_refused(seed: int, tmp_path: Path, gate_before: gates.Gate) -> None:
+def test_a_save_holds_its_cut_or_is_refused(seed: int, tmp_path: Path, gate_before: gates.StepGate) -> None:
     assert wrong(seed, tmp_path, gate_before) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(10))
-def test_saves_of_many_programs(hundred: int, tmp_path: Path, gate_before: gates.Gate) -> None:
+def test_saves_of_many_programs(hundred: int, tmp_path: Path, gate_before: gates.StepGate) -> None:
     for seed in range(1000 + 100 * hundred, 1100 + 100 * hundred):
         assert wrong(seed, tmp_path / str(seed), gate_before) == [], seed
 
 
-def is_wrong(seed: int, path: Path, gate: gates.Gate) -> bool:
+def is_wrong(seed: int, path: Path, gate: gates.StepGate) -> bool:
     try:
         return wrong(seed, path, gate) != []
     except Exception:
@@ -435,7 +437,7 @@ def is_wrong(seed: int, path: Path, gate: gates.Gate) -> bool:
     ids=["tables do not ask", "moves do not ask", "writes of others are not compared"],
 )
 def test_what_is_left_out_is_found(
-    owner: type, names: list[str], tmp_path: Path, gate_before: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    owner: type, names: list[str], tmp_path: Path, gate_before: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in names:
         monkeypatch.setattr(owner, name, lambda *_, **__: None)

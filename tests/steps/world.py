@@ -14,7 +14,7 @@ from tests.devices.training import differing
 Tensors = dict[str, torch.Tensor]
 
 
-class World:
+class Stepped:
     """Two parameters with an optimizer each, a buffer, and a Saver of all that."""
 
     def __init__(self, path: Path, **options: Any) -> None:
@@ -74,7 +74,7 @@ class World:
         return result
 
 
-def load_optimizer(world: World) -> None:
+def load_optimizer(world: Stepped) -> None:
     content = copy.deepcopy(world.optimizers[0].state_dict())
     content["state"][0]["exp_avg"].zero_()
     world.optimizers[0].load_state_dict(content)

@@ -65,7 +65,7 @@ def first_row(id: int) -> Row:
     return tuple(embedding.tolist()), SUM_FILL, (0, 0, 0), 0
 
 
-class World:
+class LevelsBesideDict:
     """The table and the dict; `rows` is what the table must hold."""
 
     def __init__(self, **options: Any) -> None:
@@ -164,7 +164,7 @@ def rows_of(ids: torch.Tensor, values: dict[str, torch.Tensor]) -> Rows:
 class Saving:
     """An open cut of a table, exported into memory of its own. `expected` is what the cut must come out as."""
 
-    def __init__(self, world: World, *, window_rows: int) -> None:
+    def __init__(self, world: LevelsBesideDict, *, window_rows: int) -> None:
         self.expected = dict(world.rows)
         self.cut: DeferredCut = world.table.begin_cut()
         self.window_rows = window_rows
