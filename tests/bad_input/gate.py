@@ -10,19 +10,6 @@ import asyncckpt
 DEADLINE_S = 60
 
 
-class Gate:
-    """A filter that holds a save until it may go on."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.may_go_on = threading.Event()
-
-    def __call__(self, blocks: Any) -> Any:
-        self.reached.set()
-        assert self.may_go_on.wait(DEADLINE_S)
-        return blocks
-
-
 def failing(blocks: Any) -> Any:
     raise ValueError("my reason")
 

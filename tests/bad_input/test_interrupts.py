@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from gate import DEADLINE_S, Gate, await_end_of_threads, failing, wait_for
+from gate import DEADLINE_S, await_end_of_threads, failing, wait_for
 
 import asyncckpt
 from asyncckpt import signals
 from asyncckpt.storage.directory import Directory
+from tests.worlds.gates import Gate
 
 UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
 IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
@@ -53,7 +54,7 @@ def test_case_107_interrupt_in_a_blocking_save_ends_it(
     with monkeypatch.context() as patched:
         interrupting_waits(patched, times=1, after=gate.reached)
         real = asyncckpt.SaveFuture.cancel
-        patched.setattr(asyncckpt.SaveFuture, "cancel", lambda self: (real(self), gate.may_go_on.set())[0])
+        patched.setattr(asyncckpt.SaveFuture, "cancel", lambda self: (real(self), gate.open())[0])
         with pytest.raises(KeyboardInterrupt):
             saver.save(0)
     saver.wait_idle(0)
@@ -71,7 +72,7 @@ def test_case_107_second_interrupt_does_not_wait(
             saver.save(0)
     with pytest.raises(SaveInProgressError, match="save of step 0"):
         saver.save_async(1)
-    gate.may_go_on.set()
+    gate.open()
     assert saver.save_async(1, on_busy="wait").result(DEADLINE_S).step == 1
     assert asyncckpt.list_steps(tmp_path) == [1]
 
@@ -87,7 +88,7 @@ def test_case_107_tables_wait_for_a_save_that_two_interrupts_left(
             interrupting_waits(patched, times=2, after=gate.reached)
             with pytest.raises(KeyboardInterrupt):
                 saver.save(0)
-        threading.Timer(0.05, gate.may_go_on.set).start()
+        threading.Timer(0.05, gate.open).start()
         assert (table.lookup(torch.arange(4), insert=False) >= 0).all()
 
 
@@ -103,7 +104,7 @@ def test_case_107_interrupt_in_a_wait_leaves_the_save_alone(
     assert future.state in ("staged", "filtering")
     with pytest.raises(UsageError, match="is closed"):
         saver.save_async(1)
-    gate.may_go_on.set()
+    gate.open()
     saver.close()  # Again, to the end.
     assert future.result(0).step == 0
     assert asyncckpt.list_steps(tmp_path) == [0]
@@ -113,7 +114,7 @@ def test_case_107_interrupt_before_the_background_has_the_job(
     tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its thread is being started, for example."""
-    gate.may_go_on.set()
+    gate.open()
 
     def interrupted(thread: threading.Thread) -> None:
         raise KeyboardInterrupt
@@ -190,7 +191,7 @@ def test_case_110_loop_closed_while_it_waits(tmp_path: Path, saver: asyncckpt.Sa
     abandoned = loop.create_task(wait_for(future))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    gate.may_go_on.set()
+    gate.open()
     assert future.result(DEADLINE_S).step == 0
     assert not abandoned.done()
     abandoned.get_coro().close()  # type: ignore[union-attr]
@@ -203,7 +204,7 @@ async def test_case_110_time_out_of_an_await(saver: asyncckpt.Saver, gate: Gate)
         await asyncio.wait_for(wait_for(future), 0.01)
     assert not future.done()
     assert future.state in ("staged", "filtering")
-    gate.may_go_on.set()
+    gate.open()
     assert (await future).step == 0
 
 
@@ -220,7 +221,7 @@ async def test_case_110_error_after_a_cancelled_await_is_not_lost(tmp_path: Path
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    gate.may_go_on.set()
+    gate.open()
     with pytest.raises(FilterError, match="my reason"):
         await asyncio.to_thread(saver.close)
 
@@ -229,5 +230,5 @@ async def test_case_110_awaited_in_another_loop(saver: asyncckpt.Saver, gate: Ga
     future = saver.save_async(0)
     elsewhere = asyncio.to_thread(lambda: asyncio.run(wait_for(future)))
     task = asyncio.ensure_future(elsewhere)
-    gate.may_go_on.set()
+    gate.open()
     assert (await future).step == (await task).step == 0

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from gate import DEADLINE_S, Gate, await_end_of_threads, failing, wait_for
+from gate import DEADLINE_S, await_end_of_threads, failing, wait_for
 
 import asyncckpt
 from asyncckpt.commit import retention
 from asyncckpt.engine.process import background as background_module
 from asyncckpt.engine.save import run_save as save_job
+from tests.worlds.gates import Gate
 
 UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
 IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
@@ -72,7 +73,7 @@ def test_case_111_calls_in_a_callback(tmp_path: Path, gate: Gate, saver: asyncck
         done.set()
 
     saver.save_async(0).add_done_callback(callback)
-    gate.may_go_on.set()
+    gate.open()
     assert done.wait(DEADLINE_S)
     assert answers["inner"].result(DEADLINE_S).step == 1
     for name in ("result", "wait_idle", "close"):
@@ -98,7 +99,7 @@ def test_case_111_saves_from_two_threads(tmp_path: Path, gate: Gate, saver: asyn
     thread.join()
     assert type(errors[0]) is SaveInProgressError
     assert "save of step 0" in str(errors[0])
-    gate.may_go_on.set()
+    gate.open()
     assert future.result(DEADLINE_S).step == 0
 
 
@@ -122,7 +123,7 @@ def test_case_112_every_policy_while_one_is_in_flight(tmp_path: Path, gate: Gate
     queued = saver.save_async(2, on_busy="queue")
     with pytest.raises(UsageError, match="on_busy is wrong, found 'later'"):
         saver.save_async(3, on_busy="later")  # type: ignore[arg-type]
-    gate.may_go_on.set()
+    gate.open()
     assert saver.save_async(3, on_busy="wait").result(DEADLINE_S).step == 3
     assert (first.result(0).step, queued.result(0).step) == (0, 2)
     assert asyncckpt.list_steps(tmp_path) == [0, 2, 3]
@@ -137,7 +138,7 @@ def test_case_112_queue_is_bounded(tmp_path: Path, gate: Gate) -> None:
         futures = [saver.save_async(step) for step in range(2)]
         with pytest.raises(DeadlineError, match=r"no staging arena became free within 0\.05 s"):
             saver.save_async(2)
-        gate.may_go_on.set()
+        gate.open()
         assert [future.result(DEADLINE_S).step for future in futures] == [0, 1]
 
 
@@ -290,7 +291,7 @@ async def test_case_115_116_callback_raises_after_the_commit(
     future.add_done_callback(lambda _: calls.append("second"))
     waiting = asyncio.ensure_future(wait_for(future))
     await asyncio.sleep(0)
-    gate.may_go_on.set()
+    gate.open()
     assert (await asyncio.wait_for(waiting, DEADLINE_S)).step == 0
     assert calls == ["first", "second"]
     assert asyncckpt.list_steps(tmp_path) == [0]
@@ -357,7 +358,7 @@ def test_case_117_waits_end_and_name_what_they_waited_for(tmp_path: Path, saver:
     for call in (loader.load, loader.load_async):
         with pytest.raises(DeadlineError, match=r"save of step 7 in .* did not end within 0\.01 s"):
             call()
-    gate.may_go_on.set()
+    gate.open()
     assert future.result(DEADLINE_S).step == 7
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from round_trip import Save, assert_round_trip, bits, loaded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asyncckpt
+from tests.worlds.gates import Gate
 
 UsageError, UnsupportedError = asyncckpt.UsageError, asyncckpt.UnsupportedError
 IOFailedError, FilterError = asyncckpt.IOFailedError, asyncckpt.errors.FilterError
@@ -293,19 +293,14 @@ def test_case_091_changes_after_the_call_are_not_seen(tmp_path: Path) -> None:
     through_view = torch.from_numpy(array)
     state = {"array": array, "view": through_view, "shared": shared, "model": model, "optim": optimizer}
     weight = model.weight.detach().clone()
-    may_end = threading.Event()
-
-    def wait(blocks: Any) -> Any:
-        assert may_end.wait(60)
-        return blocks
-
-    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=wait) as saver:
+    gate = Gate()
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=gate) as saver:
         future = saver.save_async(0)
         optimizer.step()  # Increments the CPU tensor "step" of every parameter in place.
         array += 100  # A view that torch does not know of.
         shared.data.add_(100)
         model.weight.data.zero_()
-        may_end.set()
+        gate.open()
         future.result()
     target = {"array": np.zeros(5), "view": torch.zeros(5, dtype=torch.float64), "shared": torch.zeros(5)}
     other = torch.nn.Linear(3, 2)

@@ -31,6 +31,7 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import Role
 from asyncckpt.native import row_begins
 from asyncckpt.plan.image import plan_image, split_rows
+from tests.worlds.objects import Stateful
 
 UsageError = asyncckpt.UsageError
 
@@ -305,19 +306,6 @@ TREES = st.recursive(
 )
 
 
-class Holder:
-    """Anything with state_dict() and load_state_dict()."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def with_tensors(tree: Any, counter: list[int]) -> Any:
     """The tree with a tensor of its own in place of every "tensor"."""
     if isinstance(tree, dict):
@@ -335,8 +323,8 @@ def with_tensors(tree: Any, counter: list[int]) -> Any:
 def test_any_nested_state_comes_back(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     root = tmp_path_factory.mktemp("tree")
     state = with_tensors(tree, [])
-    save(root, {"held": Holder(state)})
-    holder = Holder({})
+    save(root, {"held": Stateful(state)})
+    holder = Stateful({})
     asyncckpt.Loader(root, tensors={"held": holder}).load()
     assert repr(holder.state) == repr(state)
 
@@ -344,8 +332,8 @@ def test_any_nested_state_comes_back(tmp_path_factory: pytest.TempPathFactory, t
 def test_case_094_containers_come_back_as_their_plain_kind(tmp_path: Path) -> None:
     """A named tuple comes back as a tuple: no class is looked up by name."""
     point, words = namedtuple("point", "x y"), type("Words", (dict,), {})
-    save(tmp_path, {"held": Holder({"point": point(1, torch.ones(1)), "counted": words(a=2, b=1)})})
-    holder = Holder({})
+    save(tmp_path, {"held": Stateful({"point": point(1, torch.ones(1)), "counted": words(a=2, b=1)})})
+    holder = Stateful({})
     asyncckpt.Loader(tmp_path, tensors={"held": holder}).load()
     assert type(holder.state["point"]) is tuple
     assert holder.state["point"][0] == 1

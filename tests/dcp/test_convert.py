@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
 from asyncckpt.shard import stream
 from tests.dcp.model import differences, image_of, make, train
 from tests.dcp.test_one_process import blank, rich_state
+from tests.worlds.objects import Evil
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
@@ -150,14 +150,6 @@ def test_a_checkpoint_goes_out_by_an_older_torch(tmp_path: Path, monkeypatch: py
     found = {"w": torch.zeros(5), "n": 0}
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"))
     assert (found["w"].tolist(), found["n"]) == (state["w"].tolist(), 3)
-
-
-class Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import DeltaPolicy, HashTable, Loader, Saver, SaveResult, UsageError, inspection
+from tests.worlds.gates import Gate
 
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0)
 ROWS = 300
@@ -163,23 +163,17 @@ def test_rows_written_during_a_save_are_in_the_next_delta(tmp_path: Path) -> Non
 
 def test_a_queued_delta_builds_upon_what_is_committed(tmp_path: Path) -> None:
     table = filled_table()
-    opened = threading.Event()
-
-    def wait(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-        assert opened.wait(60)
-        return blocks
-
-    images = {}
-    with Saver(path=tmp_path, hashtables={"user": table}, filter_func=wait, deltas=ALWAYS, keep=1) as saver:
-        opened.set()
+    gate, images = Gate(), {}
+    with Saver(path=tmp_path, hashtables={"user": table}, filter_func=gate, deltas=ALWAYS, keep=1) as saver:
+        gate.open()
         save(saver, 1)
-        opened.clear()
+        gate.shut()
         futures = []
         for step in (2, 3):
             write(table, torch.tensor([step]), float(step))
             images[step] = content(table)
             futures.append(saver.save_async(step, on_busy="queue", kind="full" if step == 2 else "delta"))
-        opened.set()
+        gate.open()
         kinds = [future.result(60).kind for future in futures]
     assert kinds == ["full", "delta"]
     # Step 1 was not needed by the full step 2, but by the delta that was queued behind it.

@@ -210,16 +210,3 @@ class TrainedRanks:
     def __exit__(self, *_: object) -> None:
         for saver in self.savers:
             saver.close()
-
-
-class Holder:
-    """An object with a state dict."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state: dict[str, Any] = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state

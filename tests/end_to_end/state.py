@@ -167,19 +167,3 @@ class Scribbler:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(60)
-
-
-class Gate:
-    """A write filter that holds a save in the background until it is opened."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self._open = threading.Event()
-
-    def __call__(self, blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-        self.reached.set()
-        assert self._open.wait(60)
-        return blocks
-
-    def open(self) -> None:
-        self._open.set()

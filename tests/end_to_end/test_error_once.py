@@ -11,7 +11,7 @@ import gc
 import io
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.save_lock import OpenFutures
 from asyncckpt.errors import DeadlineError, FilterError, IOFailedError, SaveCancelledError
 from asyncckpt.signals import uninterrupted
-from tests.end_to_end.state import Gate
+from tests.worlds.gates import Gate, failing
 
 DEADLINE_S = 60.0
 
@@ -268,22 +268,11 @@ def test_what_loses_or_repeats_it_is_found(
 # -- with real saves ---------------------------------------------------------------------------------------------------
 
 
-def failing(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-    raise RuntimeError("disk on fire")
-
-
 class FailingGate(Gate):
     """Holds a save, then fails it."""
 
     def __call__(self, blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         return failing(super().__call__(blocks))
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
 
 
 def cancelled_save(saver: asyncckpt.Saver, gate: Gate) -> asyncckpt.SaveFuture:
@@ -302,8 +291,7 @@ def test_a_cancelled_save_is_no_error_of_the_next_call(tmp_path: Path, gate: Gat
         saver_of_0 = saver  # A step that compact finds.
         gate.open()
         saver_of_0.save(0)
-        gate._open.clear()
-        gate.reached.clear()
+        gate.shut()
         future = cancelled_save(saver, gate)
         found = getattr(saver, call)()
         if call in ("save_async", "compact"):

@@ -21,7 +21,8 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.manifest import Chain
 from asyncckpt.signals import uninterrupted
 from tests.end_to_end.chains import ALWAYS_DELTAS, TrainingRun
-from tests.end_to_end.state import Gate, State
+from tests.end_to_end.state import State
+from tests.worlds.gates import Gate
 
 POLL_S = 0.005
 

@@ -13,6 +13,7 @@ import torch
 import asyncckpt
 from asyncckpt.engine.load import run_load, verify
 from tests.end_to_end.state import State, bits, filled_table, new_table, table_image
+from tests.worlds.objects import Stateful
 
 Info = dict[str, dict[str, list[str]]]
 
@@ -244,19 +245,6 @@ def test_module_with_other_entries(tmp_path: Path, saved: State) -> None:
     assert bits(smaller.state_dict()["0.weight"]) == bits(saved.dense["model"].state_dict()["0.weight"])
 
 
-class Holder:
-    """An object whose state is one tensor, made anew at every load."""
-
-    def __init__(self, value: float) -> None:
-        self.tensor = torch.full((1000,), value, dtype=torch.float32)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.tensor = state["tensor"]
-
-
 def test_what_a_filter_leaves_out_of_a_module_is_named_as_such(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"model": torch.nn.Linear(1, 1)}, durability="none")
     target = {"model": torch.nn.Linear(1, 1)}
@@ -267,16 +255,20 @@ def test_what_a_filter_leaves_out_of_a_module_is_named_as_such(tmp_path: Path) -
 
 def test_one_source_for_two_objects(tmp_path: Path) -> None:
     """The object whose own tensor the filter left out keeps what it has; the other one's is read once."""
-    with asyncckpt.Saver(path=tmp_path, tensors={"a": Holder(1), "b": Holder(2)}) as saver:
+
+    def filled(value: float) -> Stateful:
+        return Stateful({"tensor": torch.full((1000,), value)})
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"a": filled(1.0), "b": filled(2.0)}) as saver:
         saver.save(1)
 
     def both_from_a(info: Any) -> Any:
         return {name: {"a.tensor": []} for name in info}
 
-    targets = {"a": Holder(3), "b": Holder(4)}
+    targets = {"a": filled(3.0), "b": filled(4.0)}
     report = asyncckpt.Loader(tmp_path, tensors=targets, filter_func=both_from_a).load()
-    assert targets["a"].tensor.eq(1).all()
-    assert targets["b"].tensor.eq(4).all()
+    assert targets["a"].state["tensor"].eq(1).all()
+    assert targets["b"].state["tensor"].eq(4).all()
     assert report.bytes_read == 4000
 
 

@@ -15,8 +15,9 @@ from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
 from tests.chains.model import new_table, rows_of
 from tests.end_to_end.merged_ranks import save_each
-from tests.end_to_end.ranks_world import IDS, Holder, Target, insert, owned, row, saved_by
+from tests.end_to_end.ranks_world import IDS, Target, insert, owned, row, saved_by
 from tests.end_to_end.trees import differences
+from tests.worlds.objects import Stateful
 
 
 @pytest.mark.parametrize("verify", [True, False, "before"])
@@ -165,16 +166,16 @@ def test_one_name_of_different_tensors_on_different_ranks(tmp_path: Path) -> Non
 
 def test_objects_get_the_state_of_their_own_rank(tmp_path: Path) -> None:
     """And nothing of the tensors of other ranks is read for it; of another number of ranks they get all."""
-    states = [{"o": Holder(seen=rank, **{f"t{rank}": torch.full((4,), rank)})} for rank in range(2)]
+    states = [{"o": Stateful({"seen": rank, f"t{rank}": torch.full((4,), rank)})} for rank in range(2)]
     root = save_each(tmp_path, states)
     for rank in range(2):
-        holder = Holder()
+        holder = Stateful({})
         report = asyncckpt.Loader(root, tensors={"o": holder}, shard_index=rank, shard_num=2).load()
         assert list(holder.state) == ["seen", f"t{rank}"]
         assert holder.state["seen"] == rank
         assert holder.state[f"t{rank}"].tolist() == [rank] * 4
         assert report.bytes_read == 32
-    joined = Holder()
+    joined = Stateful({})
     asyncckpt.Loader(root, tensors={"o": joined}).load()
     assert list(joined.state) == ["seen", "t0", "t1"]
     assert joined.state["seen"] == 0

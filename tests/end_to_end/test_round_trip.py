@@ -15,6 +15,7 @@ import torch
 
 import asyncckpt
 from tests.end_to_end.state import State, bits, load_image
+from tests.worlds.objects import Stateful
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -200,49 +201,37 @@ def test_nested_state_comes_back_by_load_state_dict(tmp_path: Path) -> None:
     assert load_image(tmp_path) == state.image()
 
 
-class Counter:
-    """Anything with state_dict and load_state_dict."""
-
-    def __init__(self) -> None:
-        self.state: dict[Any, Any] = {}
-
-    def state_dict(self) -> dict[Any, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[Any, Any]) -> None:
-        self.state = state
-
-
 def test_plain_values_keep_type_and_bits(tmp_path: Path) -> None:
     point = collections.namedtuple("point", "x y")
-    source = Counter()
-    source.state = {
-        1: "int key",
-        "1": "str key",
-        False: "bool key",
-        None: [1, 2.5, (3, [4]), {"deep": b"\x00\xff"}],
-        0.5: 2**80,
-        "nan": math.nan,
-        "minus zero": -0.0,
-        "tenth": 0.1,
-        "inf": -math.inf,
-        "complex": 1 - 2j,
-        "point": point(1, 2),
-        "ordered": collections.OrderedDict(b=1, a=torch.ones(2)),
-        "set": {1, "two"},
-        "frozen": frozenset({None, (3,)}),
-        "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
-        "device": torch.device("cuda", 1),
-        "slice": slice(1, None),
-        "range": range(2, 9, 3),
-        "empty": {},
-        "text": "naïve \U0001f600 \n\x00",
-        "tensors": {0: torch.arange(3), "array": np.float32(1.5)},
-    }
+    source = Stateful(
+        {
+            1: "int key",
+            "1": "str key",
+            False: "bool key",
+            None: [1, 2.5, (3, [4]), {"deep": b"\x00\xff"}],
+            0.5: 2**80,
+            "nan": math.nan,
+            "minus zero": -0.0,
+            "tenth": 0.1,
+            "inf": -math.inf,
+            "complex": 1 - 2j,
+            "point": point(1, 2),
+            "ordered": collections.OrderedDict(b=1, a=torch.ones(2)),
+            "set": {1, "two"},
+            "frozen": frozenset({None, (3,)}),
+            "size": torch.Size([2, 3]),
+            "dtype": torch.bfloat16,
+            "device": torch.device("cuda", 1),
+            "slice": slice(1, None),
+            "range": range(2, 9, 3),
+            "empty": {},
+            "text": "naïve \U0001f600 \n\x00",
+            "tensors": {0: torch.arange(3), "array": np.float32(1.5)},
+        }
+    )
     with asyncckpt.Saver(path=tmp_path, tensors={"counter": source}) as saver:
         saver.save_async(1).result(60)
-    target = Counter()
+    target = Stateful({})
     asyncckpt.Loader(tmp_path, tensors={"counter": target}).load()
     found = target.state
     assert list(found) == list(source.state)

@@ -14,6 +14,7 @@ import pytest
 
 from asyncckpt.cli.findings import ExitCode
 from tests.program import invoke
+from tests.worlds.objects import Evil
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -26,13 +27,6 @@ GOOD: dict[str, Any] = {
     "id": pa.array(range(ROWS)),
     "embedding": pa.FixedSizeListArray.from_arrays(pa.array([float(n) for n in range(2 * ROWS)], pa.float32()), 2),
 }
-
-
-class Evil:
-    """Makes a folder called `evil` when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("evil",)
 
 
 def file_of(_name: str = "user.parquet", _options: dict[str, Any] | None = None, **columns: Any) -> Make:

@@ -22,18 +22,12 @@ from asyncckpt.cli.findings import ExitCode
 from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
 from tests.embcache.recsdk_writer import RecsdkRows, write_merged
 from tests.program import invoke
+from tests.worlds.objects import Evil
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 DAMAGED, NOT_FOUND, UNREADABLE, USAGE = ExitCode.DAMAGED, ExitCode.NOT_FOUND, ExitCode.UNREADABLE, ExitCode.USAGE
 SAFE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class Evil:
-    """Makes a file called `evil` when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("evil",)
 
 
 def torch_file(state: Any, **more: Any) -> Callable[[Path], Path]:

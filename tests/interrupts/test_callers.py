@@ -30,8 +30,11 @@ from asyncckpt.engine.save import start_save
 from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.tables import table_lock
 from tests.interrupts.public_calls import DEADLINE_S, SavedSteps, calls
+from tests.worlds.gates import Gate
+from tests.worlds.objects import Stateful
 
 AT_ONCE_S = 8.0  # Far below the deadlines of the waits, far above what a slow machine needs.
+ONES = {"a": torch.ones(3)}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
@@ -111,39 +114,21 @@ def last_save_commits(world: SavedSteps) -> None:
     assert len(table) == len(world.table)
 
 
-class CallsOut:
-    """An object of a state."""
-
-    def __init__(self, saving: Callable[[], Any] = int, loading: Callable[[], Any] = int) -> None:
-        self.saving, self.loading = saving, loading
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        self.saving()
-        return {"a": torch.ones(3)}
-
-    def load_state_dict(self, _: dict[str, torch.Tensor]) -> None:
-        self.loading()
-
-
 def saver_with(world: SavedSteps, **options: Any) -> asyncckpt.Saver:
     return asyncckpt.Saver(path=world.path / "calling", **options)
 
 
 def test_a_done_callback_calls_everything(world: SavedSteps, everything: Everything) -> None:
-    may_end, ended = threading.Event(), threading.Event()
-
-    def hold(blocks: Any) -> Any:
-        assert may_end.wait(DEADLINE_S)
-        return blocks
+    gate, ended = Gate(), threading.Event()
 
     def callback(_: Any) -> None:
         everything()
         ended.set()
 
-    with saver_with(world, tensors=world.state, filter_func=hold) as saver:
+    with saver_with(world, tensors=world.state, filter_func=gate) as saver:
         future = saver.save_async(1)
         future.add_done_callback(callback)
-        may_end.set()
+        gate.open()
         assert ended.wait(10 * DEADLINE_S)
 
 
@@ -172,16 +157,16 @@ def test_a_load_filter_calls_everything(world: SavedSteps, everything: Everythin
 
 @pytest.mark.parametrize("call", ["save_async", "save"])
 def test_a_state_dict_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
-    with saver_with(world, tensors={"o": CallsOut(saving=everything)}) as saver:
+    with saver_with(world, tensors={"o": Stateful(ONES, saving=everything)}) as saver:
         getattr(saver, call)(1)
     assert asyncckpt.list_steps(world.path / "calling") == [1]
 
 
 @pytest.mark.parametrize("call", ["load", "load_async"])
 def test_a_load_state_dict_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
-    with saver_with(world, tensors={"o": CallsOut()}) as saver:
+    with saver_with(world, tensors={"o": Stateful(ONES)}) as saver:
         saver.save(1)
-    loaded = getattr(asyncckpt.Loader(saver.path, tensors={"o": CallsOut(loading=everything)}), call)()
+    loaded = getattr(asyncckpt.Loader(saver.path, tensors={"o": Stateful(ONES, loading=everything)}), call)()
     assert call == "load" or loaded.result(10 * DEADLINE_S)
 
 
@@ -236,7 +221,7 @@ def test_a_table_that_tells_its_schema_calls_everything(world: SavedSteps, every
 def test_a_signal_handler_in_a_capture_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: everything())
     try:
-        signalled = CallsOut(saving=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        signalled = Stateful(ONES, saving=lambda: os.kill(os.getpid(), signal.SIGUSR1))
         with saver_with(world, tensors={"o": signalled}) as saver:
             getattr(saver, call)(1)
             assert everything.answers
@@ -323,7 +308,7 @@ def test_a_destructor_calls_everything(world: SavedSteps, everything: Everything
         def __del__(self) -> None:
             everything()
 
-    with saver_with(world, tensors={"o": CallsOut(saving=lambda: Dropped() and None)}) as saver:
+    with saver_with(world, tensors={"o": Stateful(ONES, saving=lambda: Dropped() and None)}) as saver:
         saver.save_async(1)
 
 

@@ -23,6 +23,7 @@ from asyncckpt import checkpointer
 from asyncckpt.engine.ranks import steps_together
 from asyncckpt.errors import IncompatibleError, IOFailedError, PeerError, UsageError
 from tests.ranks.job_ranks import WAIT_S_MAX, group_of
+from tests.worlds.objects import Stateful
 
 DEADLINE = asyncckpt.RankOptions(peer_deadline=20.0)
 
@@ -126,18 +127,6 @@ def a_rank_cannot_restore(rank: int, folder: Path) -> None:
         ckpt.step(2)
 
 
-class AtLoad:
-    """A part of the state that calls something while it is loaded, in the middle of a restore."""
-
-    call: Callable[[], object] = staticmethod(lambda: None)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"a": 1}
-
-    def load_state_dict(self, _: object) -> None:
-        self.call()
-
-
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -154,7 +143,7 @@ class Restoring(CountedSteps):
 
     def __init__(self, rank: int, folder: Path) -> None:
         super().__init__(rank, folder)
-        self.folder, self.part = folder, AtLoad()
+        self.folder, self.part = folder, Stateful({"a": 1})
         pids: list[int] = [0, 0]
         dist.all_gather_object(pids, os.getpid())
         self.other_pid = pids[1 - rank]
@@ -182,11 +171,11 @@ def asked_to_stop_in_restore(event: str, in_block: bool, rank: int, folder: Path
         checkpointer.Saver = make_terminated  # type: ignore[assignment, misc]
     ckpt = training.open(folder / "ckpt", part=training.part)
     if event == f"rank {rank} loads":
-        training.part.call = terminate
+        training.part.loading = terminate
     elif event == "rank 1 waits":
-        training.part.call = (folder / "loaded").touch
+        training.part.loading = (folder / "loaded").touch
         if rank == 0:
-            training.part.call = lambda: training.signal_the_other(signal.SIGTERM, ckpt, "asked")
+            training.part.loading = lambda: training.signal_the_other(signal.SIGTERM, ckpt, "asked")
     with ckpt if in_block else nullcontext():
         for step in range(ckpt.restore(), 20):
             training.train(step)
@@ -198,7 +187,7 @@ def a_rank_dies_in_restore(rank: int, folder: Path) -> None:
     steps_together.ASKED_S_MAX = 0.3
     training = Restoring(rank, folder)
     if rank == 1:
-        training.part.call = lambda: (os.kill(training.other_pid, signal.SIGTERM), os._exit(143))
+        training.part.loading = lambda: (os.kill(training.other_pid, signal.SIGTERM), os._exit(143))
     with training.open(folder / "ckpt", part=training.part) as ckpt:
         ckpt.restore()
     raise AssertionError
@@ -246,12 +235,12 @@ def an_error_in_restore(rank: int, folder: Path) -> None:
             with pytest.raises(IOFailedError if rank == failing else PeerError, match="lost"):
                 ckpt.restore()
         ckpt._periodic.drain = drain  # type: ignore[method-assign]
-        training.part.call = (folder / "loaded").touch
+        training.part.loading = (folder / "loaded").touch
         if rank == 0:
-            training.part.call = lambda: training.signal_the_other(signal.SIGINT, ckpt, "failed")
+            training.part.loading = lambda: training.signal_the_other(signal.SIGINT, ckpt, "failed")
         expected = pytest.raises(PeerError, match="rank 1 cannot restore: KeyboardInterrupt")
         with expected if rank == 0 else pytest.raises(KeyboardInterrupt):
             ckpt.restore()
-        training.part.call = lambda: None
+        training.part.loading = lambda: None
         assert ckpt.restore() == 1
         assert training.x.tolist() == [1.0] * 3
