@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 import asyncckpt
 from asyncckpt.adapters import DenseState, dense_state_of, tables_of
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
-from tests.end_to_end.state import bits
+from tests.worlds.bits import bits
 
 
 class Scaled(nn.Embedding):

@@ -20,8 +20,9 @@ from crafted import NONSENSE, Crafted, Document, block, picture, places
 import asyncckpt
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.root import CheckpointRoot
-from tests.chains.model import DIM, layer_of, load, new_table, rows_of
+from tests.chains.model import DIM, layer_of, load, new_table
 from tests.chains.written import Written, write
+from tests.worlds.rows import rows_of
 
 CorruptError, IncompatibleError = asyncckpt.CorruptError, asyncckpt.IncompatibleError
 STEPS = (100, 120, 125, 130)

@@ -15,6 +15,7 @@ from sentinels import STEP, Targets, hooked_targets, refused, save_small, small_
 
 import asyncckpt
 from asyncckpt.engine.process.save_lock import save_lock
+from tests.worlds.rows import rows_of
 
 CorruptError, NotFoundError = asyncckpt.CorruptError, asyncckpt.NotFoundError
 IncompatibleError, UnsupportedError = asyncckpt.IncompatibleError, asyncckpt.UnsupportedError
@@ -238,12 +239,6 @@ def table_of(ids: list[int], shard: tuple[int, int] = (0, 1)) -> asyncckpt.HashT
         embedding = torch.tensor([[float(id % 1009), float(id % 31)] for id in ids])
         table.insert(torch.tensor(ids), embedding, sum=torch.tensor([float(id % 17) for id in ids]))
     return table
-
-
-def rows_of(table: asyncckpt.HashTable) -> dict[int, tuple[float, ...]]:
-    rows = table.used_rows()
-    values = torch.cat([table.embedding[rows], table.slot("sum")[rows, None]], dim=1).tolist()
-    return {id: tuple(value) for id, value in zip(table.ids().tolist(), values, strict=True)}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 1000])

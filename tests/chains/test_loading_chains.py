@@ -15,8 +15,9 @@ from asyncckpt.commit.chain import newest_verified
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.head import ParentFacts
-from tests.chains.model import DIM, RandomChain, layer_of, load, new_table, rows_of
+from tests.chains.model import DIM, RandomChain, layer_of, load, new_table
 from tests.chains.written import Layer, write
+from tests.worlds.rows import rows_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},

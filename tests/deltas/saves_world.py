@@ -18,7 +18,8 @@ import asyncckpt
 from asyncckpt import DeltaPolicy, IndeterminateError, IOFailedError, SaveCancelledError, Saver, UsageError
 from asyncckpt.filters import keep_rows, skip_zero_rows
 from tests.deltas.failing_storage import Hold, failing, watched
-from tests.deltas.table_world import Rows, TableWorld, new_levels, new_table, rows_of
+from tests.deltas.table_world import Rows, TableWorld, new_levels, new_table
+from tests.worlds.rows import rows_of
 
 RESULT_SECONDS_MAX = 60.0
 # The tables are so small that a share of bytes would say nothing: nearly all of a file is its header.

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import asyncckpt
+from tests.worlds.rows import rows_of
 
 DIM = 2
 CACHE_ROWS = 5
@@ -34,22 +35,6 @@ def new_table(name: str, *, capacity: int = 4) -> asyncckpt.HashTable:
 
 def new_levels(name: str, *, policy: Any = "lru") -> asyncckpt.MultiLevelTable:
     return asyncckpt.MultiLevelTable(name, DIM, cache_rows=CACHE_ROWS, policy=policy, capacity=4, **KINDS)
-
-
-def rows_of(table: asyncckpt.HashTable | asyncckpt.MultiLevelTable) -> Rows:
-    """All rows by id, as they are."""
-    ids = table.ids()
-    if isinstance(table, asyncckpt.HashTable):
-        rows = table.used_rows()
-        columns = [table.embedding[rows], table.slot("sum")[rows], table.slot("last_seen")[rows]]
-    else:
-        values = table.read(ids)
-        columns = [values["embedding"], values["sum"], values["last_seen"]]
-    embedding, sums, seen = (column.tolist() for column in columns)
-    return {
-        id: (first, second, total, last)
-        for id, (first, second), total, last in zip(ids.tolist(), embedding, sums, seen, strict=True)
-    }
 
 
 class TableWorld:

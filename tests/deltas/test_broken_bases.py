@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.deltas.table_world import TableWorld, new_table, rows_of
+from tests.deltas.table_world import TableWorld, new_table
+from tests.worlds.rows import rows_of
 
 CHAIN = "chain 30 -> 20 -> 10 (full)"
 

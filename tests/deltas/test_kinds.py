@@ -13,6 +13,7 @@ import torch
 import asyncckpt
 from asyncckpt import DeltaPolicy, HashTable, Loader, Saver, SaveResult, UsageError, inspection
 from tests.worlds.gates import Gate
+from tests.worlds.rows import rows_of
 
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0)
 ROWS = 300
@@ -35,16 +36,10 @@ def filled_table(name: str = "user") -> HashTable:
     return table
 
 
-def content(table: HashTable) -> dict[int, tuple[Any, ...]]:
-    rows = table.used_rows()
-    columns = [table.embedding[rows].tolist(), table.slot("sum")[rows].tolist()]
-    return {id: (tuple(a), tuple(b)) for id, a, b in zip(table.ids().tolist(), *columns, strict=True)}
-
-
 def loaded(path: Path, step: int) -> dict[int, tuple[Any, ...]]:
     table = new_table()
     Loader(path, {"user": table}, step=step).load()
-    return content(table)
+    return rows_of(table)
 
 
 def manifest(path: Path, step: int) -> Any:
@@ -137,7 +132,7 @@ def test_a_delta_holds_what_was_written_since(tmp_path: Path, blocking: bool) ->
         write(table, torch.tensor([10]), 3.0)  # Gone and back.
         w += 1
         result = one(2)
-        expected = content(table)
+        expected = rows_of(table)
     assert (result.kind, result.rows_count) == ("delta", 3)
     info = manifest(tmp_path, 2)
     assert [parent["step"] for parent in info["parents"]] == [1]
@@ -153,12 +148,12 @@ def test_rows_written_during_a_save_are_in_the_next_delta(tmp_path: Path) -> Non
     with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS) as saver:
         rows = table.lookup(torch.tensor([3, 4]))
         future = saver.save_async(1)
-        before = content(table)
+        before = rows_of(table)
         table.update(rows, lambda values: values.embedding.fill_(9.0))  # Held across the cut.
         future.result(60)
         assert save(saver, 2).rows_count == 2
         assert loaded(tmp_path, 1) == before
-        assert loaded(tmp_path, 2) == content(table)
+        assert loaded(tmp_path, 2) == rows_of(table)
 
 
 def test_a_queued_delta_builds_upon_what_is_committed(tmp_path: Path) -> None:
@@ -171,7 +166,7 @@ def test_a_queued_delta_builds_upon_what_is_committed(tmp_path: Path) -> None:
         futures = []
         for step in (2, 3):
             write(table, torch.tensor([step]), float(step))
-            images[step] = content(table)
+            images[step] = rows_of(table)
             futures.append(saver.save_async(step, on_busy="queue", kind="full" if step == 2 else "delta"))
         gate.open()
         kinds = [future.result(60).kind for future in futures]
@@ -190,7 +185,7 @@ def test_a_cleared_table_is_whole(tmp_path: Path) -> None:
         write(table, torch.tensor([5]), 5.0)
         assert save(saver, 2).kind == "delta"
     assert "whole" not in manifest(tmp_path, 2)["tables"][0]
-    assert loaded(tmp_path, 2) == content(table)
+    assert loaded(tmp_path, 2) == rows_of(table)
 
 
 def test_a_loaded_table_is_whole(tmp_path: Path) -> None:
@@ -201,7 +196,7 @@ def test_a_loaded_table_is_whole(tmp_path: Path) -> None:
         save(saver, 2)
         Loader(tmp_path, {"user": table}, step=1).load()
         save(saver, 3)
-        assert loaded(tmp_path, 3) == loaded(tmp_path, 1) == content(table)
+        assert loaded(tmp_path, 3) == loaded(tmp_path, 1) == rows_of(table)
 
 
 def test_a_user_filter_sees_all_rows_and_the_delta_holds_some(tmp_path: Path) -> None:
@@ -236,7 +231,7 @@ def test_a_user_filter_that_renames_makes_tables_whole(tmp_path: Path) -> None:
         assert save(saver, 2).kind == "delta"
     target = new_table("other")
     Loader(tmp_path, {"other": target}, step=2).load()
-    assert content(target) == content(table)
+    assert rows_of(target) == rows_of(table)
 
 
 def _renamed(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
@@ -306,7 +301,7 @@ def test_saver_compacts_beside_training(tmp_path: Path) -> None:
             saver.compact(77).result(60)
         with pytest.raises(UsageError, match="step is wrong"):
             saver.compact(-1)
-    assert loaded(tmp_path, 5) == content(table)
+    assert loaded(tmp_path, 5) == rows_of(table)
 
 
 def test_a_predicate_that_writes_to_its_rows_changes_nothing(tmp_path: Path) -> None:
@@ -323,7 +318,7 @@ def test_a_predicate_that_writes_to_its_rows_changes_nothing(tmp_path: Path) -> 
         for step in (1, 2):
             write(table, torch.tensor([step]), float(step))
             assert save(saver, step).rows_copied == (ROWS if step == 1 else 1)
-            assert loaded(tmp_path, step) == content(table)
+            assert loaded(tmp_path, step) == rows_of(table)
 
 
 def test_a_fence_that_raises_keeps_no_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +339,7 @@ def test_a_fence_that_raises_keeps_no_arena(tmp_path: Path, monkeypatch: pytest.
                 with pytest.raises(RuntimeError, match="no fence"):
                     saver.save_async(step)
         assert save(saver, 5).kind == "full"
-    assert loaded(tmp_path, 5) == content(table)
+    assert loaded(tmp_path, 5) == rows_of(table)
 
 
 def test_a_step_below_the_newest_one_cannot_be_a_delta(tmp_path: Path) -> None:
@@ -376,4 +371,4 @@ def test_a_delta_holds_just_the_rows_that_were_written_however_it_is_made(
             warnings.simplefilter("ignore")  # It says why it blocks.
             made = saver.save(2, kind="delta") if how == "blocking" else save(saver, 2, kind="delta")
     assert (made.kind, made.rows_count) == ("delta", 7)
-    assert loaded(tmp_path, 2) == content(table)
+    assert loaded(tmp_path, 2) == rows_of(table)

@@ -14,6 +14,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import DeltaPolicy, HashTable, Loader, Saver, SaveResult
+from tests.worlds.rows import rows_of
 
 DIM = 256
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1e9)
@@ -25,7 +26,7 @@ class ChangedTable:
     def __init__(self, root: Path, **options: Any) -> None:
         self.root = root
         self.table = HashTable("user", DIM)
-        self.rows: dict[int, list[Any]] = {}
+        self.rows: dict[int, Any] = {}
         self.table.insert(torch.arange(300), torch.zeros(300, DIM))
         self.saver = Saver(path=root, hashtables={"user": self.table}, **({"deltas": ALWAYS} | options))
 
@@ -37,7 +38,7 @@ class ChangedTable:
 
     def save(self, step: int, **options: Any) -> SaveResult:
         self.table.insert(torch.tensor([step, 1000 + step]), torch.full((2, DIM), float(step)))
-        self.rows[step] = content(self.table)
+        self.rows[step] = rows_of(self.table)
         return self.saver.save_async(step, **options).result(60)
 
     def parents(self, step: int) -> list[int]:
@@ -46,11 +47,7 @@ class ChangedTable:
     def check(self, step: int) -> None:
         table = HashTable("user", DIM)
         Loader(self.root, {"user": table}, step=step).load()
-        assert content(table) == self.rows[step]
-
-
-def content(table: HashTable) -> list[Any]:
-    return sorted(zip(table.ids().tolist(), table.embedding[table.used_rows()].tolist(), strict=True))
+        assert rows_of(table) == self.rows[step]
 
 
 def manifest(root: Path, step: int, end: str = "json") -> Path:

@@ -11,8 +11,8 @@ import asyncckpt
 from asyncckpt import DeltaPolicy, HashTable, Loader, Saver
 from asyncckpt.adapters import tables_of
 from asyncckpt.model.table import Table
-
-from .test_kinds import content, filled_table, loaded, manifest, save, write
+from tests.deltas.test_kinds import filled_table, loaded, manifest, save, write
+from tests.worlds.rows import rows_of
 
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0)
 
@@ -63,7 +63,7 @@ def test_ids_that_come_and_go_are_found(tmp_path: Path) -> None:
         result = save(saver, 2)
         assert (result.kind, result.rows_count) == ("delta", 3)
         assert manifest(tmp_path, 2)["tables"][0]["removed"] == 2
-        assert loaded(tmp_path, 2) == content(inner)
+        assert loaded(tmp_path, 2) == rows_of(inner)
 
 
 def test_a_failed_save_leaves_the_prints_of_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_failed_save_leaves_the_prints_of_the_last_commit(tmp_path: Path, monk
             assert saver.save_async(2).exception(60) is not None
         write(inner, torch.tensor([6]), 2.0)
         assert save(saver, 3).rows_count == 2
-        assert loaded(tmp_path, 3) == content(inner)
+        assert loaded(tmp_path, 3) == rows_of(inner)
 
 
 def test_a_blocking_delta_holds_them_whole(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_blocking_delta_holds_them_whole(tmp_path: Path) -> None:
         save(saver, 3)  # There are no prints to compare with yet.
         write(inner, torch.tensor([6]), 2.0)
         assert save(saver, 4).rows_count == 1
-    assert loaded(tmp_path, 4) == content(inner)
+    assert loaded(tmp_path, 4) == rows_of(inner)
 
 
 @pytest.mark.parametrize("kind", ["full", "delta"])
@@ -114,4 +114,4 @@ def test_an_audit_finds_the_rows_whose_mark_is_missing(
         assert save(saver, 4, kind=kind).missed_ids == {}
     for step in (3, 4):
         assert loaded(tmp_path, step)[8][0] == ((7.0,) * 4 if step == 3 else (8.0,) * 4)
-    assert loaded(tmp_path, 4) == content(table)
+    assert loaded(tmp_path, 4) == rows_of(table)

@@ -47,6 +47,8 @@ import safetensors
 import torch
 import xxhash
 
+from tests.worlds.bits import raw_of
+
 
 def digest_of(raw):
     leaves = [xxhash.xxh3_128_digest(raw[at : at + (4 << 20)]) for at in range(0, len(raw), 4 << 20)]
@@ -283,7 +285,7 @@ def same(found: Any, expected: Any) -> bool:
             isinstance(found, torch.Tensor)
             and found.dtype is expected.dtype
             and found.shape == expected.shape
-            and raw_bytes(found) == raw_bytes(expected)
+            and raw_of(found) == raw_of(expected)
         )
     if hasattr(expected, "state_dict"):
         expected = dict(expected.state_dict())
@@ -297,10 +299,6 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, (list, tuple)):
         return type(found) is type(expected) and len(found) == len(expected) and all(map(same, found, expected))
     return type(found) is type(expected) and repr(found) == repr(expected)
-
-
-def raw_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def check_table(found: dict[str, torch.Tensor], table: asyncckpt.HashTable) -> None:

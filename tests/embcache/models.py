@@ -11,6 +11,7 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection, EmbCacheTableConfig
+from tests.worlds.rows import table_image
 
 Batch = dict[str, tuple[torch.Tensor, torch.Tensor]]
 Image = dict[str, dict[int, bytes]]
@@ -77,18 +78,6 @@ def make_batch(seed: int, *, shard: tuple[int, int] = (0, 1), samples: int = 5) 
         )
         batch[feature] = (values[kept], torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
     return batch
-
-
-def table_image(table: Any) -> dict[int, bytes]:
-    """id -> the bytes of its row in every column."""
-    ids = table.ids()
-    if not len(ids):
-        return {}
-    columns = [value.reshape(len(ids), -1).contiguous() for value in table.read(ids).values()]
-    return {
-        int(id): b"".join(bytes(column[index].view(torch.uint8).tolist()) for column in columns)
-        for index, id in enumerate(ids.tolist())
-    }
 
 
 def image(net: CachedNet) -> Image:

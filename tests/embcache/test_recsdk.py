@@ -15,8 +15,9 @@ import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver, SparseLoadReport
 from asyncckpt.embcache import recsdk_load as recsdk_load_module
 from asyncckpt.formats import recsdk
-from tests.embcache.models import config, owners, table_image
+from tests.embcache.models import config, owners
 from tests.embcache.recsdk_writer import RecsdkRows, write_array, write_merged, write_part, write_ranks
+from tests.worlds.rows import table_image
 
 UsageError, CorruptError = asyncckpt.UsageError, asyncckpt.CorruptError
 IncompatibleError, NotFoundError = asyncckpt.IncompatibleError, asyncckpt.NotFoundError

@@ -28,10 +28,11 @@ from asyncckpt.dcp import AsyncStager
 from asyncckpt.engine.save import run_save, save_job
 from asyncckpt.staging.pool import pool
 from tests.interrupts.places import Place, act_at, places_of
+from tests.worlds.bits import bits
 
 WAIT_S_MAX = 60.0
 SHAPE = 64, 64  # As large as what steps wait for.
-Bits = Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]
+Bits = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 FACTS: dict[str, Callable[[float], torch.Tensor]] = {
     "size": lambda value: torch.full((80, 64), value),
     "smaller": lambda value: torch.full((16, 64), value),
@@ -92,11 +93,6 @@ class MovingState:
     def checkpoint(self) -> Bits:
         found = asyncckpt.load(self.path, step=self.step)
         return {name: bits(tensor) for name, tensor in (*found.pop("module").items(), *found.items()) if name != "n"}
-
-
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    whole = tensor.detach().resolve_neg().contiguous()
-    return whole.dtype, tuple(whole.shape), whole.view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ import torch
 import asyncckpt
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.sharded import Piece, Sharded
-from tests.chains.model import DIM, Rows, new_table, rows_of
+from tests.chains.model import DIM, Rows, new_table
 from tests.chains.written import Written
 from tests.end_to_end.merged_ranks import ALONE, Boxes, as_boxes, merge
+from tests.worlds.rows import rows_of
 
 SPREAD = {"rows": (11, 3), "boxes": (7, 6), "deep": (3, 4, 5), "thin": (2, 9)}
 DTYPES = {"rows": torch.float32, "boxes": torch.bfloat16, "deep": torch.complex64, "thin": torch.bool}

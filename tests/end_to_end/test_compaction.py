@@ -34,6 +34,7 @@ from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
 from tests.end_to_end.chains import TrainingRun
 from tests.end_to_end.state import load_image
+from tests.worlds.rows import rows_of
 
 STEPS = [1, 2, 3, 4]
 
@@ -391,10 +392,10 @@ def test_tables_that_come_go_and_are_empty(tmp_path: Path) -> None:
     assert {name: len(rows) for name, rows in wanted.items()} == {"a": 45, "lost": 0, "empty": 0, "cleared": 3}
 
 
-def _rows(path: Path, name: str) -> dict[int, list[float]]:
+def _rows(path: Path, name: str) -> dict[int, tuple[float, ...]]:
     target = asyncckpt.HashTable(name, 2, metadata={"count": torch.int64})
     asyncckpt.Loader(path, hashtables={name: target}).load()
-    return dict(zip(target.ids().tolist(), target.embedding[target.used_rows()].tolist(), strict=True))
+    return rows_of(target, "embedding")
 
 
 def test_multi_level_tables_with_their_companions(tmp_path: Path) -> None:

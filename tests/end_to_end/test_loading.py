@@ -12,8 +12,10 @@ import torch
 
 import asyncckpt
 from asyncckpt.engine.load import run_load, verify
-from tests.end_to_end.state import State, bits, filled_table, new_table, table_image
+from tests.end_to_end.state import State, filled_table, new_table
+from tests.worlds.bits import bits
 from tests.worlds.objects import Stateful
+from tests.worlds.rows import table_image
 
 Info = dict[str, dict[str, list[str]]]
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt.errors import IncompatibleError
+from tests.worlds.bits import bits
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -53,15 +54,6 @@ def saved(path: Path, make: Make, dtype: torch.dtype = torch.float32) -> tuple[n
     train(net, optimizer, range(3))
     asyncckpt.save(path, {"model": net, "optim": optimizer}, durability="none")
     return net, optimizer
-
-
-def bits(value: Any) -> Any:
-    """A state with the dtype and the bytes of each tensor."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape), value.detach().contiguous().view(-1).view(torch.uint8).tolist()
-    if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
-    return [bits(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @pytest.mark.parametrize("make", [

@@ -13,11 +13,12 @@ from asyncckpt.adapters import FixedTable
 from asyncckpt.commit.chain import newest_verified
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
-from tests.chains.model import new_table, rows_of
+from tests.chains.model import new_table
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.ranks_world import IDS, Target, insert, owned, row, saved_by
 from tests.end_to_end.trees import differences
 from tests.worlds.objects import Stateful
+from tests.worlds.rows import rows_of
 
 
 @pytest.mark.parametrize("verify", [True, False, "before"])

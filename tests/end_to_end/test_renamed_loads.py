@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.end_to_end.state import filled_table, new_table, table_image
+from tests.end_to_end.state import filled_table, new_table
+from tests.worlds.rows import table_image
 
 Info = dict[str, dict[str, list[str]]]
 COLUMNS = ["id", "embedding", "sum", "momentum", "last_seen"]

@@ -14,7 +14,8 @@ import safetensors
 import torch
 
 import asyncckpt
-from tests.end_to_end.state import State, bits, load_image
+from tests.end_to_end.state import State, load_image
+from tests.worlds.bits import bits
 from tests.worlds.objects import Stateful
 
 

@@ -17,6 +17,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, IndeterminateError
+from tests.worlds.rows import rows_of
 
 pytestmark = [pytest.mark.random, pytest.mark.timeout(200)]
 
@@ -28,11 +29,6 @@ OPERATIONS = {"train": 6, "save": 9, "cancel": 1, "compact": 4, "wait": 2, "look
 
 # What a save held: the name of the Saver, its tensor, and the rows of its table.
 Image = tuple[str, torch.Tensor, dict[int, tuple[float, ...]]]
-
-
-def rows_of(table: asyncckpt.HashTable) -> dict[int, tuple[float, ...]]:
-    values = table.embedding[table.used_rows()].tolist()
-    return {int(key): tuple(row) for key, row in zip(table.ids().tolist(), values, strict=True)}
 
 
 class SaverAndState:

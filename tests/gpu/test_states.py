@@ -12,7 +12,8 @@ import asyncckpt
 from asyncckpt.staging.pool import pool
 from asyncckpt.trainer_state import RngState
 from tests.gpu.device import DEVICE, keep_busy
-from tests.gpu.state import CountingState, assert_holds, bits, blank, differences
+from tests.gpu.state import CountingState, assert_holds, blank, differences
+from tests.worlds.bits import bits
 
 WAIT_S = 120
 

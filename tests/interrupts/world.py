@@ -19,6 +19,7 @@ from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.tables.optim import SparseAdagrad
+from tests.worlds.rows import table_image
 
 DEADLINE_S = 30.0
 DIM = 4
@@ -48,22 +49,11 @@ class TrainedTables:
 
     def rows(self) -> dict[str, dict[int, bytes]]:
         """Return what the tables hold, by id."""
-        return {name: rows_of(table) for name, table in self.tables.items()}
+        return {name: table_image(table) for name, table in self.tables.items()}
 
     def values(self) -> tuple[object, ...]:
         """Return what tables and tensors hold, to be compared."""
         return self.rows(), self.tensors["w"].tolist(), self.tensors["b"].tolist()
-
-
-def rows_of(table: Any) -> dict[int, bytes]:
-    ids = table.ids()
-    if isinstance(table, asyncckpt.MultiLevelTable):
-        columns = list(table.read(ids).values())
-    else:
-        rows = table.lookup(ids, insert=False)
-        columns = [column[rows] for column in (table.embedding, table.slot("sum"))]
-    values = [column.reshape(len(ids), -1).contiguous().numpy() for column in columns]
-    return {id: b"".join(value[at].tobytes() for value in values) for at, id in enumerate(ids.tolist())}
 
 
 class SaverAndReference:

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from asyncckpt.trainer_state import RngState
-from tests.end_to_end.trees import raw
 from tests.oracles.modules import MODULES, WIDTH
 from tests.oracles.training import OPTIMIZERS, SCHEDULERS, VALUES, Held, HoldingTrainer
+from tests.worlds.bits import raw_of
 
 ROWS, GROWS_AT = 4, 2
 
@@ -359,7 +359,7 @@ def image(value: Any) -> Any:
         return "lazy"
     if isinstance(value, torch.Tensor):
         value = value.detach()
-        bits = raw(value) if value.layout is torch.strided and not value.is_quantized else repr(value)
+        bits = raw_of(value) if value.layout is torch.strided and not value.is_quantized else repr(value)
         return "tensor", str(value.dtype), tuple(value.shape), bits
     if isinstance(value, (np.ndarray, np.generic)):
         return type(value).__name__, value.dtype.str, value.shape, value.tobytes()

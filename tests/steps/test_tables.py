@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from asyncckpt.optim import SparseAdam, SparseSGD
 from asyncckpt.snapshot import table_capture
 from asyncckpt.tables.touched_rows import RowWatchers
 from tests.steps import gate as gates
+from tests.worlds.rows import named_rows
 
 pytestmark = pytest.mark.any_core
 
@@ -31,7 +33,7 @@ SEEDS_COUNT = 60
 ACTIONS_COUNT = 22
 DIM = 3
 
-Rows = dict[int, dict[str, torch.Tensor]]
+Rows = dict[int, dict[str, Any]]
 
 
 @pytest.fixture
@@ -55,13 +57,6 @@ def gate_before(few: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.St
     made.open()
 
 
-def rows_of(table: asyncckpt.HashTable) -> Rows:
-    """Return what a table holds now, by id."""
-    ids = table.ids()
-    values = table.read(ids)
-    return {int(id): {name: column[at].clone() for name, column in values.items()} for at, id in enumerate(ids)}
-
-
 def differing(found: Rows, expected: Rows) -> list[str]:
     if found.keys() != expected.keys():
         return [f"ids {sorted(found.keys() ^ expected.keys())}"]
@@ -69,7 +64,7 @@ def differing(found: Rows, expected: Rows) -> list[str]:
         f"{name} of id {id}"
         for id, values in expected.items()
         for name, value in values.items()
-        if not torch.equal(found[id][name], value)
+        if found[id][name] != value
     ]
 
 
@@ -105,7 +100,7 @@ class Job:
         self.optimizers[part].step()
 
     def values(self) -> dict[str, Rows]:
-        return {table.name: rows_of(table) for table in self.tables}
+        return {table.name: named_rows(table) for table in self.tables}
 
     def saver(self, path: Path, **options: object) -> asyncckpt.Saver:
         return asyncckpt.Saver(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def raw(tensor: torch.Tensor) -> bytes:
+def raw_of(tensor: torch.Tensor) -> bytes:
     """Return the bytes of the elements in their order, however and wherever they lie."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     with contextlib.suppress(NotImplementedError):  # Older torch has types that it cannot copy.
@@ -17,9 +17,9 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def bits(value: Any) -> Any:
-    """Tensors as (dtype, shape, bytes), containers as they are."""
+    """Return tensors as (dtype, shape, bytes), containers as they are."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), raw(value)
+        return str(value.dtype), tuple(value.shape), raw_of(value)
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     return [bits(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,16 +1,17 @@
-"""What tables hold, by id; and what a checkpoint holds of a table."""
+"""What tables hold, by id."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
-from tests.worlds.bits import raw
+from tests.worlds.bits import raw_of
 
 
-def batch(ids: list[int]) -> torch.Tensor:
+def batch(ids: Sequence[int]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
@@ -23,7 +24,7 @@ def rows_of(table: Any, *columns: str) -> dict[int, tuple[Any, ...]]:
 
 
 def named_rows(table: Any) -> dict[int, dict[str, Any]]:
-    """Return all rows by id, and in each the values by the names of their columns."""
+    """Return all rows by id, in each the values by the names of their columns."""
     ids = table.ids()
     values = {name: column.tolist() for name, column in table.read(ids).items()}
     return {id: {name: column[at] for name, column in values.items()} for at, id in enumerate(ids.tolist())}
@@ -32,5 +33,5 @@ def named_rows(table: Any) -> dict[int, dict[str, Any]]:
 def table_image(table: Any) -> dict[int, bytes]:
     """Return all rows by id, in each the bytes of every column."""
     ids = table.ids()
-    columns = table.read(ids).values()
-    return {id: b"".join(raw(column[at]) for column in columns) for at, id in enumerate(ids.tolist())}
+    parts = [(raw, len(raw) // max(1, len(ids))) for raw in map(raw_of, table.read(ids).values())]
+    return {id: b"".join(raw[at * size : (at + 1) * size] for raw, size in parts) for at, id in enumerate(ids.tolist())}

@@ -22,6 +22,7 @@ from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.native import U8
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.torch_queue import alias
+from tests.worlds.bits import raw_of
 
 pytestmark = pytest.mark.any_core  # Of all this, only the simulated devices use the core.
 
@@ -40,10 +41,6 @@ def some_values(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) 
     size = dtype.itemsize * int(np.prod(shape))
     raw = torch.frombuffer(bytearray(rng.randbytes(size) or b"\0"), dtype=torch.uint8)[:size]
     return ((raw % 2).bool() if dtype is torch.bool else raw.view(dtype)).reshape(shape)
-
-
-def raw_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @dataclass

@@ -28,6 +28,7 @@ from asyncckpt.plan.load_plan import DenseLoad, LoadPlan
 from asyncckpt.plan.load_targets import InPlace, overlap
 from asyncckpt.snapshot import boxes, windows
 from asyncckpt.snapshot.restore import OpenLoads, restore, uploads_of_load
+from tests.worlds.bits import raw_of
 
 Box = tuple[tuple[int, int], ...]
 
@@ -113,12 +114,6 @@ def some_values(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) 
     size = torch.empty(0, dtype=dtype).element_size() * math.prod(shape)
     raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     return ((raw % 2).bool() if dtype is torch.bool else raw.view(dtype)).reshape(shape)
-
-
-def raw_of(tensor: torch.Tensor) -> bytes:
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    whole.copy_(tensor)
-    return whole.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def spec_of(tensor: torch.Tensor, box: Box, whole: tuple[int, ...]) -> BlockSpec:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CacheCopy, DeferredCut
 from asyncckpt.tables import HashTable, MultiLevelTable, Slot, Uniform
+from tests.worlds.rows import batch
 
 DIM = 3
 INITIALIZER = Uniform(0.5, seed=7)
@@ -54,10 +55,6 @@ def new_table(**options: Any) -> MultiLevelTable:
 
 def new_hash_table(**options: Any) -> HashTable:
     return HashTable("user", DIM, **{**ARGUMENTS, **options})
-
-
-def batch(ids: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int64)
 
 
 def first_row(id: int) -> Row:

@@ -17,6 +17,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
 from asyncckpt.tables import HashTable, Slot, Uniform
 from asyncckpt.tables.row_device import RowDevice
+from tests.worlds.rows import batch
 
 DIM = 3
 INITIALIZER = Uniform(0.5, seed=7)
@@ -34,10 +35,6 @@ def new_table(**options: Any) -> HashTable:
         metadata={"step_filter": torch.int64},
         **{"capacity": 1, "initializer": INITIALIZER, **options},
     )
-
-
-def batch(ids: list[int]) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int64)
 
 
 def first_row(id: int) -> list[float]:

@@ -22,16 +22,8 @@ from asyncckpt.tables import (
     SparseSGD,
     Uniform,
 )
-from tests.unit.tables.multi_level_world import (
-    CACHE_ROWS,
-    DIM,
-    OPS,
-    POLICIES,
-    LevelsBesideDict,
-    batch,
-    first_row,
-    new_table,
-)
+from tests.unit.tables.multi_level_world import CACHE_ROWS, DIM, OPS, POLICIES, LevelsBesideDict, first_row, new_table
+from tests.worlds.rows import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
 

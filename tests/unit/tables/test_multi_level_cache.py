@@ -15,15 +15,8 @@ from hypothesis import strategies as st
 from asyncckpt.tables import MultiLevelTable, multi_level
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.row_device import RowDevice
-from tests.unit.tables.multi_level_world import (
-    BATCHES,
-    CACHE_ROWS,
-    POLICIES,
-    LevelsBesideDict,
-    batch,
-    contents,
-    new_table,
-)
+from tests.unit.tables.multi_level_world import BATCHES, CACHE_ROWS, POLICIES, LevelsBesideDict, contents, new_table
+from tests.worlds.rows import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
 

@@ -17,17 +17,8 @@ from asyncckpt.model.table import CacheCopy
 from asyncckpt.tables import multi_level_cut, undo_log
 from asyncckpt.tables.multi_level import MultiLevelTable
 from asyncckpt.tables.undo_log import UndoLog
-from tests.unit.tables.multi_level_world import (
-    CACHE_ROWS,
-    OPS,
-    POLICIES,
-    LevelsBesideDict,
-    Op,
-    Rows,
-    Saving,
-    batch,
-    rows_of,
-)
+from tests.unit.tables.multi_level_world import CACHE_ROWS, OPS, POLICIES, LevelsBesideDict, Op, Rows, Saving, rows_of
+from tests.worlds.rows import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
 

@@ -20,8 +20,9 @@ from tests.cuda_on_cpu import cuda_on_cpu, cuda_on_cpu_controls
 from tests.simulated_device.library import PlainLibrary
 from tests.simulated_device.memory import is_mapped
 from tests.unit.tables.fake_cuda import FakeCuda, FakeStream
-from tests.unit.tables.multi_level_world import LevelsBesideDict, batch, new_table
+from tests.unit.tables.multi_level_world import LevelsBesideDict, new_table
 from tests.unit.tables.simulated_rows import SimulatedRows, tables_on_a_device
+from tests.worlds.rows import batch
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")]
 

@@ -16,8 +16,9 @@ from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.row_device import CudaRowDevice, RowDevice
 from asyncckpt.tables.row_store import RowStore
 from tests.unit.tables.fake_cuda import FakeCuda, FakeStream
-from tests.unit.tables.multi_level_world import LevelsBesideDict, batch, new_table
+from tests.unit.tables.multi_level_world import LevelsBesideDict, new_table
 from tests.unit.tables.simulated_rows import SimulatedRows, tables_on_a_device
+from tests.worlds.rows import batch
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")]
 
