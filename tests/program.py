@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from dataclasses import dataclass
+from typing import Any
 
 from asyncckpt.cli import run
 
@@ -40,3 +42,8 @@ def invoke(*arguments: object) -> Result:
             code = ended.code
     assert isinstance(code, int)
     return Result(code, stdout.getvalue(), stderr.getvalue(), output.getvalue())
+
+
+def answer_of(result: Result) -> Any:
+    """Return what it printed as JSON."""
+    return json.loads(result.stdout)

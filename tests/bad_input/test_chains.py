@@ -20,18 +20,15 @@ from crafted import NONSENSE, Crafted, Document, block, picture, places
 import asyncckpt
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.root import CheckpointRoot
-from tests.chains.model import DIM, layer_of, load, new_table
+from tests.chains.model import DIM, layer_of, load, new_table, row
 from tests.chains.written import Written, write
+from tests.worlds.directories import flip_byte
 from tests.worlds.rows import rows_of
 
 CorruptError, IncompatibleError = asyncckpt.CorruptError, asyncckpt.IncompatibleError
 STEPS = (100, 120, 125, 130)
 SHOWN = "chain 130 -> 125 -> 120 -> 100 (full)"
 Chain = dict[int, Written]
-
-
-def row(value: float) -> tuple[float, ...]:
-    return (value,) * (DIM + 1)
 
 
 def write_delta(root: Path, step: int, parent: Written) -> Written:
@@ -100,9 +97,7 @@ def test_case_045_data_of_a_parent_is_missing(chain: Chain, step: int) -> None:
 
 @pytest.mark.parametrize("step", STEPS[:-1])
 def test_case_045_parent_is_damaged(chain: Chain, step: int) -> None:
-    raw = bytearray(chain[step].manifest.read_bytes())
-    raw[40] ^= 1
-    chain[step].manifest.write_bytes(raw)
+    flip_byte(chain[step].manifest, 40)
     broken(chain, f"its parent step {step} is damaged: manifest '{chain[step].manifest.name}'", SHOWN)
 
 

@@ -22,6 +22,10 @@ def new_table(name: str = "user", shard: tuple[int, int] = (0, 1)) -> asyncckpt.
     return asyncckpt.HashTable(name, DIM, optimizer_slots={"sum": ()}, shard=shard, capacity=4)
 
 
+def row(value: float) -> Row:
+    return (value,) * (DIM + 1)
+
+
 def layer_of(rows: Rows, *, removed: tuple[int, ...] = (), whole: bool = False) -> Layer:
     """A layer whose rows are `embedding` and, last, `sum`."""
     values = torch.tensor(list(rows.values()), dtype=torch.float32).reshape(len(rows), DIM + 1)

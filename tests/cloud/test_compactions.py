@@ -17,6 +17,7 @@ from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.forked import CHAIN_LAST, Forks, chain_rows, save_chain
+from tests.cloud.test_compacted_uploads import manifests
 from tests.cloud.test_savers_killed import folders
 from tests.cloud.test_uploads_killed import Killer, forks, run_until_killed
 
@@ -36,10 +37,6 @@ def rows(url: str, step: int | None = None) -> Any:
 def is_the_chain(url: str, step: int = CHAIN_LAST) -> bool:
     found, expected = rows(url, step), chain_rows(step)
     return all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def manifests(url: str) -> list[str]:
-    return sorted(name for name in ObjectStore(StoreUrl.of(url)).names("manifests") if name.endswith(".json"))
 
 
 def compacted_name(step: int) -> str:

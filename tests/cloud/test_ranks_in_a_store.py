@@ -22,7 +22,7 @@ from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.rank_in_a_store import ROWS_COUNT, STEPS_COUNT
-from tests.ranks.processes import Ended, RankProcess, await_ranks, start_rank
+from tests.ranks.processes import Ended, RankProcess, await_ranks, outputs, start_rank
 from tests.shares import share_of
 
 RANKS_COUNT = 3
@@ -51,10 +51,6 @@ def start_ranks(
 def said_steps(ended: list[Ended]) -> set[int]:
     lines = [line for rank in ended for line in rank.output.splitlines() if line.startswith("step ")]
     return {int(line.split()[1]) for line in lines}
-
-
-def outputs(ended: list[Ended]) -> str:
-    return "\n".join(rank.output for rank in ended)
 
 
 def check_step(url: str, step: int, *, shards: int = 1, count: int = RANKS_COUNT) -> None:

@@ -20,6 +20,7 @@ from asyncckpt.storage import object_store
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FAULTS, FaultProxy, Mishap, Request, first
+from tests.cloud.small_parts import state
 
 PART_BYTES = 5 << 20  # The least that S3 takes; a checkpoint of these tests has three in one file.
 
@@ -28,10 +29,6 @@ PART_BYTES = 5 << 20  # The least that S3 takes; a checkpoint of these tests has
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "PART_BYTES_MIN", PART_BYTES)
     monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0.01)
-
-
-def state(value: float = 1.0) -> dict[str, torch.Tensor]:
-    return {"weight": torch.full((3 << 20,), value), "bias": torch.full((1000,), value)}
 
 
 def options(url: str, *, deadline: float = 60.0, request_deadline: float = 10.0) -> asyncckpt.UploadOptions:

@@ -10,7 +10,7 @@ import torch
 import asyncckpt
 from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.seaweed import Server
-from tests.ranks.processes import Ended, await_ranks, start_rank
+from tests.ranks.processes import Ended, await_ranks, outputs, start_rank
 
 RANKS_COUNT = 2
 STEPS = [0, 1, 2]
@@ -19,10 +19,6 @@ STEPS = [0, 1, 2]
 def run_ranks(folder: Path, *urls: str) -> list[Ended]:
     arguments = [(rank, RANKS_COUNT, folder, url) for rank, url in enumerate(urls)]
     return await_ranks([start_rank("tests.cloud.uploading_rank", given, folder) for given in arguments], 120.0)
-
-
-def outputs(ended: list[Ended]) -> str:
-    return "\n".join(rank.output for rank in ended)
 
 
 @pytest.mark.parametrize("refusals", [0, 3])

@@ -33,6 +33,7 @@ from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
 from tests.dcp.model import differences, image_of, make, train
+from tests.worlds.directories import flip_byte
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
 pytestmark = ALONE
@@ -468,9 +469,7 @@ def test_files_of_a_checkpoint_that_is_only_looked_at_are_closed(tmp_path: Path)
 def test_a_flipped_byte_is_found_where_it_is_looked_for(tmp_path: Path, verify: bool) -> None:
     dcp.save({"a": torch.zeros(5000)}, storage_writer=StorageWriter(tmp_path / "ckpt"))
     (shard,) = (tmp_path / "ckpt" / "data").rglob("*.safetensors")
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard)
     found = {"a": torch.ones(5000)}
     if not verify:
         dcp.load(found, storage_reader=StorageReader(tmp_path / "ckpt", verify=False))

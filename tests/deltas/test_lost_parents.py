@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import DeltaPolicy, HashTable, Loader, Saver, SaveResult
+from tests.worlds.directories import document_of, manifest_path
 from tests.worlds.rows import rows_of
 
 DIM = 256
@@ -42,7 +42,7 @@ class ChangedTable:
         return self.saver.save_async(step, **options).result(60)
 
     def parents(self, step: int) -> list[int]:
-        return [parent["step"] for parent in json.loads(manifest(self.root, step).read_text())["parents"]]
+        return [parent["step"] for parent in document_of(self.root, step)["parents"]]
 
     def check(self, step: int) -> None:
         table = HashTable("user", DIM)
@@ -50,12 +50,8 @@ class ChangedTable:
         assert rows_of(table) == self.rows[step]
 
 
-def manifest(root: Path, step: int, end: str = "json") -> Path:
-    return root / "manifests" / f"{step:012d}.{end}"
-
-
 def remove_manifest(root: Path, step: int) -> None:
-    manifest(root, step).unlink()
+    manifest_path(root, step).unlink()
 
 
 def remove_folder(root: Path, step: int) -> None:
@@ -73,7 +69,7 @@ def save_again(root: Path, step: int) -> None:
     other = root.parent / "other"
     with ChangedTable(other) as run:
         run.save(step)
-    shutil.copy(manifest(other, step), manifest(root, step))
+    shutil.copy(manifest_path(other, step), manifest_path(root, step))
     for folder in (other / "data").iterdir():
         shutil.copytree(folder, root / "data" / folder.name)
 
@@ -197,7 +193,7 @@ def test_a_compaction_in_the_middle_of_a_chain_shortens_it(tmp_path: Path) -> No
         for step in (0, 1):  # They are needed by nobody any more.
             remove_manifest(tmp_path, step)
             remove_folder(tmp_path, step)
-        manifest(tmp_path, 2).unlink()
+        manifest_path(tmp_path, 2).unlink()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert run.save(6).kind == "delta"

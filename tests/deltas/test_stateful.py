@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -25,6 +23,8 @@ from asyncckpt.model.table import CutVersion
 from asyncckpt.native import implementation
 from asyncckpt.tables.touched_rows import TouchedRows
 from tests.deltas.saves_world import SavesWorld
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS_COUNT = 12
 LANES = 8  # So that processes can share the runs.
@@ -148,15 +148,6 @@ class SavesMachine(RuleBasedStateMachine):
     def _step(self, choice: int) -> int:
         steps = self.world.steps()
         return steps[choice % len(steps)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Batches of a few rows gain nothing from threads, and lose much where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run_machine(runs_count: int, *, lane_seed: int, **options: Any) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt import DeltaPolicy, HashTable, Loader, MultiLevelTable, Saver, SaveResult
+from asyncckpt import DeltaPolicy, HashTable, Loader, MultiLevelTable, Saver
+from tests.deltas.test_kinds import save
 from tests.worlds.rows import rows_of
 
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0)
@@ -51,10 +52,6 @@ def loaded(path: Path, step: int) -> dict[int, tuple[float, ...]]:
     target = new_hash_table()
     Loader(path, {"t": target}, step=step).load()
     return rows_of(target)
-
-
-def save(saver: Saver, step: int, **options: Any) -> SaveResult:
-    return saver.save_async(step, **options).result(60)
 
 
 def kept_rows(table: Table, rows: torch.Tensor) -> None:

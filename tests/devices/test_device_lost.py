@@ -14,7 +14,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.staging.pool import pool
-from tests.devices.training import differing
+from tests.devices.training import differing, loaded
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
@@ -36,12 +36,6 @@ def new_state(runtime: SimulatedRuntime) -> tuple[Tensors, Tensors]:
         made |= {f"matrix{device}": matrix, f"columns{device}": matrix.t()}
     made["host"] = torch.arange(10)
     return made, {name: runtime.read(tensor).contiguous() for name, tensor in made.items()}
-
-
-def loaded(path: Path, step: int, expected: Tensors) -> Tensors:
-    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    asyncckpt.Loader(path, tensors=targets, step=step).load()
-    return targets
 
 
 @contextmanager

@@ -48,6 +48,7 @@ import torch
 import xxhash
 
 from tests.worlds.bits import raw_of
+from tests.worlds.directories import flip_byte
 
 
 def digest_of(raw):
@@ -413,9 +414,7 @@ def test_reader_sees_a_flipped_byte(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path / "ckpt", tensors={"x": torch.ones(9_000_000)}) as saver:
         saver.save(1)
     (shard,) = (tmp_path / "ckpt" / "data").glob("*/*.safetensors")
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard)
     with pytest.raises(AssertionError, match="x"):
         read_checkpoint(tmp_path / "ckpt", 1)
 

@@ -14,7 +14,6 @@ import io
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.program import invoke
+from tests.ranks.processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Pages whose snippets are run elsewhere, and by which test.
@@ -85,12 +85,6 @@ def run_program(arguments: list[str]) -> str:
 def run_torchrun(arguments: list[str]) -> str:
     """What all ranks print on their standard output."""
     return run_program(["-m", "torch.distributed.run", "--master-port", str(free_port()), *arguments])
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 RUNS = {"asyncckpt": lambda arguments: invoke(*arguments).output, "python": run_program, "torchrun": run_torchrun}

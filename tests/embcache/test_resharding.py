@@ -12,6 +12,7 @@ import asyncckpt
 from asyncckpt.embcache import Saver
 from tests.embcache.earlier_form import rank_folder, save_rank
 from tests.embcache.models import IDS, CachedNet, Image, image, owners, union
+from tests.worlds.directories import flip_byte
 
 CorruptError, NotFoundError = asyncckpt.CorruptError, asyncckpt.NotFoundError
 
@@ -159,9 +160,7 @@ def test_all_folders_are_checked_before_a_table_changes(path: Path) -> None:
 def test_damage_in_a_later_folder_leaves_the_tables_empty(path: Path) -> None:
     save(nets(2, steps=range(3)), path, step=1)
     file = next((path / rank_folder(rank=1, world_size=2)).rglob("*.safetensors"))
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    flip_byte(file)
     net = nets(1, steps=range(2))[0]
     with (
         Saver(rank=0) as saver,

@@ -19,6 +19,7 @@ from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport
 from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX, _ExactModesSaver
 from asyncckpt.engine.process.save_lock import save_lock
 from tests.embcache.models import CachedNet, config, image, union
+from tests.worlds.directories import flip_byte
 
 UsageError, CorruptError = asyncckpt.UsageError, asyncckpt.CorruptError
 IncompatibleError, NotFoundError = asyncckpt.IncompatibleError, asyncckpt.NotFoundError
@@ -457,9 +458,7 @@ def test_a_step_that_is_removed_before_it_is_read_changes_nothing(path: Path, mo
 
 def test_damage_found_while_reading_leaves_the_tables_empty(path: Path) -> None:
     file = shard_files(saved(path))[-1]
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    flip_byte(file)
     net = CachedNet().trained(range(2))
     with Saver(rank=0) as saver:
         with pytest.raises(CorruptError, match="all multi-level tables of the module are empty now"):

@@ -17,6 +17,7 @@ from asyncckpt.format import limits
 from asyncckpt.formats import torch_file
 from asyncckpt.model.block import LEAF_BYTES
 from tests.bad_input.crafted import Crafted, Document, block, encode
+from tests.worlds.directories import flip_byte
 
 ROWS, COLUMNS = 14_000, 200  # 800 bytes, which do not fit into a leaf without a rest; 11 MB.
 WHOLE = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
@@ -77,9 +78,7 @@ def test_readers_of_some_rows_read_their_leaves(write: Writer, tmp_path: Path) -
 def test_damage_in_a_leaf_is_found_by_who_reads_it(at: int, tmp_path: Path) -> None:
     saved_behind(tmp_path)
     crafted = Crafted(tmp_path, 0)
-    raw = bytearray(crafted.shard_path().read_bytes())
-    raw[block(crafted.document(), "w")["offset"] + at] ^= 1
-    crafted.shard_path().write_bytes(raw)
+    flip_byte(crafted.shard_path(), block(crafted.document(), "w")["offset"] + at)
     for begin, end in ((0, 5000), (5300, 10_000), (10_500, ROWS)):
         leaves = range(begin * 800 // LEAF_BYTES, -(-end * 800 // LEAF_BYTES))
         if at // LEAF_BYTES in leaves:

@@ -17,6 +17,7 @@ from tests.chains.model import new_table
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.ranks_world import IDS, Target, insert, owned, row, saved_by
 from tests.end_to_end.trees import differences
+from tests.worlds.directories import flip_byte
 from tests.worlds.objects import Stateful
 from tests.worlds.rows import rows_of
 
@@ -91,9 +92,7 @@ def test_damage_is_named_with_rank_and_file(tmp_path: Path, name: str, verify: A
     written = saved_by(tmp_path, 2)
     block = next(b for b in asyncckpt.describe(tmp_path / "all").blocks if b.name == name and b.rank == 1)
     shard = written.folder / block.file
-    raw = bytearray(shard.read_bytes())
-    raw[block.offset + block.bytes - 1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard, block.offset + block.bytes - 1)
     target = Target(1, 3)
     before = rows_of(target.table)
     with pytest.raises(asyncckpt.CorruptError, match=rf"r00001-000\.safetensors' .* corrupt: block '{name}'"):

@@ -20,19 +20,13 @@ from asyncckpt.formats import recsdk
 from tests.embcache.models import CachedNet, image
 from tests.embcache.recsdk_writer import RecsdkRows, write_merged, write_ranks
 from tests.program import invoke
+from tests.worlds.directories import flip_byte, stored_rows
 
 ANYWHERE = PathRules(permission_max=0o777, sensitive_words=(), owner_checked=False)
 
 
 def rows_of(seed: int = 0, **more: Any) -> RecsdkRows:
     return RecsdkRows.random(seed, momenta=2, counts=True, seen=True, **more)
-
-
-def loaded(path: Path, name: str) -> dict[str, torch.Tensor]:
-    """The rows of a table in the order of their ids."""
-    found = asyncckpt.load(path, tables=True)[name]
-    order = found["id"].argsort()
-    return {column: values[order] for column, values in found.items()}
 
 
 def check_table(found: dict[str, torch.Tensor], rows: RecsdkRows) -> None:
@@ -100,7 +94,7 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, form: str) -> None:
     assert (done.step, done.rows_count) == (7, len(user.ids) + len(item.ids))
     for name, rows in tables.items():
         if len(rows.ids):
-            check_table(loaded(tmp_path / "run", name), rows)
+            check_table(stored_rows(tmp_path / "run", name), rows)
     for shards in (None, 1, 4):
         out = tmp_path / f"out-{shards}"
         report = recsdk.export_checkpoint(tmp_path / "run", out, shards=shards)
@@ -116,7 +110,7 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, form: str) -> None:
                 assert all(id % 2**64 % len(parts) == rank for id in part.ids.tolist())
             check_same(parts, rows)
         recsdk.import_checkpoint(out, tmp_path / f"again-{shards}", columns=COLUMNS)
-        check_table(loaded(tmp_path / f"again-{shards}", "user"), user)
+        check_table(stored_rows(tmp_path / f"again-{shards}", "user"), user)
 
 
 def check_same(parts: list[RecsdkRows], rows: RecsdkRows) -> None:
@@ -200,9 +194,7 @@ def test_a_name_that_is_taken_and_damage_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match="exists already"):
         recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out")
     [shard] = (tmp_path / "run" / "data").glob("*/*.safetensors")
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard)
     with pytest.raises(CorruptError, match="another digest"):
         recsdk.export_checkpoint(tmp_path / "run", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

@@ -99,3 +99,7 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def outputs(ended: Sequence[Ended]) -> str:
+    return "\n".join(rank.output for rank in ended)

@@ -20,6 +20,7 @@ from tests.end_to_end.merged_ranks import as_boxes, save_each
 from tests.recis.handmade import Handmade, dense_values, user_rows
 from tests.recis.rules import check_rules
 from tests.recis.test_loading import check_rows, make_table
+from tests.worlds.directories import flip_byte
 
 BACK = {"embedding": "embedding", "exp_avg": "sparse_adam_exp_avg", "exp_avg_sq": "sparse_adam_exp_avg_sq"}
 
@@ -250,9 +251,7 @@ def test_a_name_that_is_taken_is_left_alone(tmp_path: Path) -> None:
 def test_damage_in_the_source_leaves_nothing(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path / "run", {"x": torch.ones(100_000)}, hashtables={"user": make_table()})
     [shard] = (tmp_path / "run" / "data").glob("*/*.safetensors")
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard)
     with pytest.raises(CorruptError, match="another digest"):
         recis.export_checkpoint(tmp_path / "run", tmp_path / "ckpt", optimizer="sparse_adam")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -263,9 +262,7 @@ def test_what_is_not_read_back_as_written_is_not_published(tmp_path: Path, monke
         for name in folder.names():
             if name.endswith(".safetensors"):
                 path = folder.path / name
-                raw = bytearray(path.read_bytes())
-                raw[-1] ^= 1
-                path.write_bytes(raw)
+                flip_byte(path)
 
     monkeypatch.setattr("asyncckpt.commit.new_entry.NewEntry._sync", damage)
     with pytest.raises(CorruptError, match="not read back as it was written"):

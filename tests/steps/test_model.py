@@ -23,6 +23,7 @@ from asyncckpt.engine.features import steps
 from asyncckpt.engine.features.steps import StepFences
 from asyncckpt.engine.save import save_job
 from tests.steps import gate as gates
+from tests.steps.held_program import nothing
 from tests.steps.trainer import SavingTrainer
 from tests.steps.trainings import RandomTraining
 
@@ -105,10 +106,6 @@ def test_saves_of_many_programs_are_as_the_model_says(hundred: int, tmp_path: Pa
     assert min(seams.counts[name] for name in HAPPENING) > 0
 
 
-def _left_out(*_: Any, **__: Any) -> None:
-    """What is left of a method that was taken away."""
-
-
 @pytest.mark.parametrize("round", range(5))
 @pytest.mark.parametrize(
     ("owner", "name"),
@@ -118,7 +115,7 @@ def _left_out(*_: Any, **__: Any) -> None:
 def test_what_is_left_out_is_found(
     owner: object, name: str, round: int, tmp_path: Path, seams: Seams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, _left_out)
+    monkeypatch.setattr(owner, name, nothing)
     seeds = range(round * ROUND_COUNT, (round + 1) * ROUND_COUNT)
     assert any(is_wrong(seams, seed, tmp_path / str(seed)) for seed in seeds)
 

@@ -17,7 +17,7 @@ import asyncckpt
 from asyncckpt.devices.step_copies import StepCopies
 from asyncckpt.devices.watches import Watch
 from asyncckpt.engine.features.steps import StepFences
-from tests.devices.training import differing
+from tests.devices.training import differing, loaded
 from tests.simulated_device import SimulatedRuntime
 from tests.steps import gate as gates
 from tests.steps.held_program import HeldProgram, OpenSave, is_wrong, nothing
@@ -100,9 +100,7 @@ class OptimizersProgram(HeldProgram):
                 save.changed.add(repr(name))
 
     def wrong_in(self, step: int, values: Tensors) -> list[str]:
-        targets = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
-        asyncckpt.Loader(self.path, tensors=targets, step=step).load()
-        return differing(targets, values)
+        return differing(loaded(self.path, step, values), values)
 
 
 def wrong(seed: int, path: Path, gate: gates.StepGate) -> list[str]:

@@ -27,12 +27,8 @@ from asyncckpt.errors import IOFailedError
 from asyncckpt.format.head import ParentFacts
 from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
-from tests.chains.model import DIM, layer_of, load
+from tests.chains.model import layer_of, load, row
 from tests.chains.written import Written, write
-
-
-def row(value: float) -> tuple[float, ...]:
-    return (value,) * (DIM + 1)
 
 
 def full(root: Path, step: int, *, replaces: str | None = None) -> Written:

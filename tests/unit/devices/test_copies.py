@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import random
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from asyncckpt.native import U64
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
-pytestmark = pytest.mark.any_core
+pytestmark = [pytest.mark.any_core, pytest.mark.usefixtures("one_thread")]
 
 TARGET_BYTES = 256 << 10
 GUARD = 0xA5
@@ -108,15 +107,6 @@ class CopyMemory:
     def check(self) -> None:
         assert np.array_equal(self.target, self.expected)
         self.runtime.check()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: threads of torch would only wait."""
-    threads_count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads_count)
 
 
 @pytest.fixture
