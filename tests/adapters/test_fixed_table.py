@@ -17,6 +17,7 @@ from asyncckpt.adapters import FixedTable
 from asyncckpt.errors import DeadlineError, IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import OwnsIds, Role
 from asyncckpt.tables import table_lock
+from tests.worlds.saves import save_one
 
 DIM = 3
 
@@ -141,8 +142,7 @@ def test_ids_are_owned_by_range() -> None:
 
 
 def test_a_load_that_would_leave_rows_of_another_step_is_refused(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": FixedRows(0, 6).table}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"t": FixedRows(0, 6).table})
     target = FixedRows(0, 10, fill=-1.0)
     message = "the checkpoint holds too few of the rows of table 't1', which cannot be emptied, found 6, expected 10"
     with pytest.raises(IncompatibleError, match=message):
@@ -155,16 +155,14 @@ def test_a_load_that_would_leave_rows_of_another_step_is_refused(tmp_path: Path)
 @pytest.mark.parametrize("verify", [True, "before"])
 def test_ranges_load_from_a_whole_and_a_whole_from_ranges(tmp_path: Path, verify: bool | str) -> None:
     whole = FixedRows(0, 11)
-    with asyncckpt.Saver(path=tmp_path / "whole", hashtables={"t": whole.table}) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path / "whole", staged=True, hashtables={"t": whole.table})
     parts = [FixedRows(0, 6, fill=-1.0, ids_end=11), FixedRows(6, 11, fill=-1.0)]
     for part in parts:
         report = asyncckpt.Loader(tmp_path / "whole", {"t": part.table}, verify=verify).load()  # type: ignore[arg-type]
         assert report.rows == {"t": len(part.table)}
     assert [*parts[0].values(), *parts[1].values()] == whole.values()
     tables, alone = {"a": parts[0].table, "b": parts[1].table}, asyncckpt.RankOptions(alone=True)
-    with asyncckpt.Saver(path=tmp_path / "parts", hashtables=tables, ranks=alone) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path / "parts", staged=True, hashtables=tables, ranks=alone)
     target = FixedRows(0, 11, fill=-1.0)
     columns = ["id", "embedding", "momentum1"]
     both = {"t": {"a": columns, "b": columns}}
@@ -178,8 +176,7 @@ def test_a_checkpoint_of_another_size_is_refused_before_any_change(
 ) -> None:
     first = asyncckpt.HashTable("first", DIM)
     first.insert(torch.tensor([7]), torch.ones(1, DIM))
-    with asyncckpt.Saver(path=tmp_path, hashtables={"first": first, "t": FixedRows(0, rows_count).table}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"first": first, "t": FixedRows(0, rows_count).table})
     first.insert(torch.tensor([8]), torch.ones(1, DIM))
     target = FixedRows(fill=-1.0)
     with pytest.raises(IncompatibleError, match=message):
@@ -191,8 +188,7 @@ def test_a_checkpoint_of_another_size_is_refused_before_any_change(
 
 
 def test_columns_that_are_not_loaded_stay(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": FixedRows().table}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"t": FixedRows().table})
     target = FixedRows(fill=-1.0)
     asyncckpt.Loader(tmp_path, {"t": target.table}, filter_func=lambda info: {"t": {"t": ["id", "embedding"]}}).load()
     assert target.embedding[:, 0].tolist() == list(range(10))

@@ -15,6 +15,7 @@ from asyncckpt.adapters import FixedTable, dense_state_of, tables_of
 from asyncckpt.adapters.torchrec import PLAIN_COLLECTIONS, SHARDED_COLLECTIONS
 from asyncckpt.errors import UnsupportedError, UsageError
 from tests.adapters.fake_tbe import FakeTbe, Spec
+from tests.worlds.saves import save_one
 
 
 def named(qualified: str, base: type) -> type:
@@ -117,8 +118,7 @@ def test_names_and_ids_say_what_is_here(kind: int) -> None:
 
 def test_a_row_wise_shard_takes_its_rows_from_a_whole_table(tmp_path: Path) -> None:
     whole = sharded(Kernels(Kernel([config("t3", 11, 4, (0, 0, 11, 4))])))
-    with asyncckpt.Saver(path=tmp_path, hashtables=whole) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables=whole)
     parts = [sharded(Kernels(Kernel([config("t3", 11, 4, (row, 0, rows, 4))]))) for row, rows in ((0, 6), (6, 5))]
     for part in parts:
         part._lookups[0]._emb_modules[0]._emb_module.weights_host.data.zero_()
@@ -156,8 +156,7 @@ def test_plain_collections(tmp_path: Path, qualified: str, holder: str) -> None:
     assert list(tables_of(model)) == ["1.t1", "1.t2"]
     assert list(tables_of(model[1])) == ["t1", "t2"]
     assert list(dense_state_of(model)["module"].state_dict()) == ["0.weight", "0.bias", "1.extra"]
-    with asyncckpt.Saver(path=tmp_path, hashtables=model, tensors={"model": dense_state_of(model)}) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, hashtables=model, tensors={"model": dense_state_of(model)})
     asyncckpt.Loader(tmp_path, fresh, {"model": dense_state_of(fresh)}).load()
     for name, tensor in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name

@@ -20,6 +20,7 @@ from asyncckpt.dcp import StorageWriter
 from asyncckpt.engine.process.background import workers
 from asyncckpt.errors import UsageError
 from tests.worlds.gates import Gate
+from tests.worlds.saves import save_one
 
 DEADLINE_S = 30
 RAISE, WAIT = asyncckpt.BusyPolicy("raise", DEADLINE_S), asyncckpt.BusyPolicy("wait", DEADLINE_S)
@@ -150,8 +151,7 @@ def called_back_on_the_background(path: Path, function: Callable[[], Any]) -> tu
 
 def test_a_callback_may_load_when_nothing_is_in_flight(tmp_path: Path) -> None:
     target = torch.zeros(1 << 10)
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1 << 10)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": torch.ones(1 << 10)})
 
     def load() -> int:
         return asyncckpt.Loader(tmp_path, tensors={"x": target}, on_busy="wait").load().step
@@ -262,8 +262,7 @@ def test_a_filter_that_follows_is_refused(tmp_path: Path) -> None:
         answers.append((refused.value, time.monotonic() - begun))
         return blocks
 
-    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=follow) as saver:
-        saver.save_async(1).result(DEADLINE_S)
+    save_one(tmp_path, staged=True, tensors=state, filter_func=follow)
     assert_refused(answers[0])
 
 

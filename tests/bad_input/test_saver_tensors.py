@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import asyncckpt
 from tests.worlds.bits import raw_of
 from tests.worlds.gates import Gate
+from tests.worlds.saves import save_one
 
 UsageError, UnsupportedError = asyncckpt.UsageError, asyncckpt.UnsupportedError
 IOFailedError, FilterError = asyncckpt.IOFailedError, asyncckpt.errors.FilterError
@@ -94,8 +95,7 @@ def test_case_083_lazy_conjugate_and_negative(save: Save, tmp_path: Path) -> Non
 
 def test_case_083_loading_into_lazy_targets(tmp_path: Path) -> None:
     z = torch.tensor([1 + 2j, -3 - 0.5j])
-    with asyncckpt.Saver(path=tmp_path, tensors={"z": z, "x": torch.tensor([4.0, 5.0])}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors={"z": z, "x": torch.tensor([4.0, 5.0])})
     base = torch.zeros(2, dtype=torch.complex64)
     other = torch.zeros(2, dtype=torch.complex64)
     asyncckpt.Loader(tmp_path, tensors={"z": base.conj(), "x": other.conj().imag}).load()
@@ -221,8 +221,7 @@ def test_case_088_odd_bit_patterns_of_32_and_64_bits(save: Save, tmp_path: Path)
 def test_case_088_odd_rows_of_a_table(tmp_path: Path, value: float) -> None:
     table, other = (asyncckpt.HashTable("t", 2, dtype=torch.float64) for _ in range(2))
     table.insert(torch.tensor([-1]), torch.tensor([[value, -value]], dtype=torch.float64))
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, hashtables={"t": table})
     asyncckpt.Loader(tmp_path, {"t": other}).load()
     assert raw_of(other.embedding[other.used_rows()]) == raw_of(table.embedding[table.used_rows()])
 
@@ -336,12 +335,10 @@ def test_case_092_tensor_in_a_mapped_file(save: Save, tmp_path: Path) -> None:
 
 def test_case_092_tensor_in_the_mapped_file_of_an_older_checkpoint(tmp_path: Path) -> None:
     """A shard that is mapped as a tensor is not overwritten by saving it again: file names are never used twice."""
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.arange(1024.0)}, keep=1) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors={"x": torch.arange(1024.0)}, keep=1)
     (shard,) = tmp_path.glob("data/*/*")
     mapped = torch.from_file(str(shard), shared=True, size=2048)[1024:]
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": mapped}, keep=1) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": mapped}, keep=1)
     assert torch.equal(loaded(tmp_path, {"x": torch.zeros(1024)})["x"], torch.arange(1024.0))
 
 

@@ -32,6 +32,7 @@ from asyncckpt.model.table import Role
 from asyncckpt.native import row_begins
 from asyncckpt.plan.image import plan_image, split_rows
 from tests.worlds.objects import Stateful
+from tests.worlds.saves import save_one
 
 UsageError = asyncckpt.UsageError
 
@@ -207,8 +208,7 @@ def test_case_048_any_name_of_a_tensor(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("t", 1)
     table.insert(torch.tensor([5]), torch.tensor([[0.5]]))
     state = {name: torch.tensor([index]) for index, name in enumerate(NAMES)}
-    with asyncckpt.Saver(path=tmp_path, tensors=state, hashtables={"t": table}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors=state, hashtables={"t": table})
     files = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
     assert files == ["000000000000.json", "LOCK", "r00000-000.safetensors"]
     target = {name: torch.tensor([-1]) for name in NAMES}
@@ -225,8 +225,7 @@ def test_case_048_any_name_of_a_tensor(tmp_path: Path) -> None:
 def test_case_048_any_name_of_a_table(tmp_path: Path, name: str) -> None:
     table, other = asyncckpt.HashTable("t", 1), asyncckpt.HashTable("t", 1)
     table.insert(torch.tensor([5]), torch.tensor([[0.5]]))
-    with asyncckpt.Saver(path=tmp_path, hashtables={name: table}, durability="none") as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, hashtables={name: table}, durability="none")
     asyncckpt.Loader(tmp_path, {name: other}).load()
     assert other.ids().tolist() == [5]
 

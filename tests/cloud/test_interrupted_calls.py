@@ -21,6 +21,7 @@ from asyncckpt.inspection import compare
 from asyncckpt.shard import store_files
 from tests.cloud import fault_proxy, seaweed
 from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
+from tests.worlds.saves import save_one
 
 STATE = {"x": torch.arange(3.0)}
 
@@ -129,8 +130,7 @@ def test_every_request(
 
 def test_a_command_ends(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     """The process does not wait either for what nobody waits for."""
-    with asyncckpt.Saver(path=url, tensors=STATE) as saver:
-        saver.save(1)
+    save_one(url, tensors=STATE)
     came = threading.Event()
 
     def silent(request: Request) -> Mishap:
@@ -148,8 +148,7 @@ def test_a_command_ends(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
 def test_a_load_that_is_interrupted_while_it_begins_waits_for_no_answer(
     proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with asyncckpt.Saver(path=url, tensors=STATE) as saver:
-        saver.save(1)
+    save_one(url, tensors=STATE)
     asked: list[Request] = []
     came = threading.Event()
 

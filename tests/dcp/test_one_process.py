@@ -34,6 +34,7 @@ from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
 from tests.dcp.model import differences, image_of, make, train
 from tests.worlds.directories import flip_byte
+from tests.worlds.saves import save_one
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
 pytestmark = ALONE
@@ -306,8 +307,7 @@ def test_a_saver_s_checkpoint_is_loaded_by_dcp(tmp_path: Path) -> None:
     model, optimizer = make(seed=1)
     train(model, optimizer)
     state = {"model": model, "optim": optimizer, "epoch": 3, "blob": rich_state(1)}
-    with asyncckpt.Saver(path=tmp_path / "ckpt", tensors=state) as saver:
-        saver.save(5)
+    save_one(tmp_path / "ckpt", 5, tensors=state)
     other, its_optimizer = make(seed=2)
     train(other, its_optimizer, steps=1)
     found = {"model": other, "optim": its_optimizer, "epoch": 0, "blob": blank(rich_state())}
@@ -424,8 +424,7 @@ class _LoadsAtOnce(DefaultLoadPlanner):
 
 
 def test_two_loads_through_one_reader_do_not_close_each_others_files(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1000)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": torch.ones(1000)})
     reader, found = StorageReader(tmp_path), {"x": torch.zeros(1000)}
     dcp.load(found, storage_reader=reader, planner=_LoadsAtOnce(reader))
     assert found["x"].unique().tolist() == [1.0]
@@ -435,8 +434,7 @@ def test_two_loads_through_one_reader_do_not_close_each_others_files(tmp_path: P
 
 
 def test_a_refused_read_closes_the_files_that_it_has_opened(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1000)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": torch.ones(1000)})
     reader = StorageReader(tmp_path)
     reader.read_metadata()
     for _ in ("those that are open", "those that it opens"):
@@ -451,8 +449,7 @@ def open_shards(path: Path) -> int:
 
 
 def test_files_of_a_checkpoint_that_is_only_looked_at_are_closed(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1000)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": torch.ones(1000)})
     reader = StorageReader(tmp_path)
     for _ in range(3):
         reader.read_metadata()

@@ -13,6 +13,7 @@ from torch import nn
 import asyncckpt
 from asyncckpt.errors import IncompatibleError
 from tests.worlds.bits import bits
+from tests.worlds.saves import save_one
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -122,10 +123,7 @@ def test_a_state_has_the_memory_order_of_its_parameter_now(
 
     net, optimizer = made(was)
     step_of(net, optimizer)
-    with asyncckpt.Saver(
-        path=tmp_path, tensors={"model": net, "optim": optimizer}, durability="none", **options
-    ) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"model": net, "optim": optimizer}, durability="none", **options)
     other, resumed = made(now)
     asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": resumed}).load()
     assert resumed.state[other.weight]["exp_avg"].stride() == other.weight.stride()

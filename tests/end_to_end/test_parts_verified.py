@@ -18,27 +18,25 @@ from asyncckpt.formats import torch_file
 from asyncckpt.model.block import LEAF_BYTES
 from tests.bad_input.crafted import Crafted, Document, block, encode
 from tests.worlds.directories import flip_byte
+from tests.worlds.saves import save_one
 
 ROWS, COLUMNS = 14_000, 200  # 800 bytes, which do not fit into a leaf without a rest; 11 MB.
 WHOLE = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
 
 
 def saved_in_the_call(path: Path) -> None:
-    with asyncckpt.Saver(path=path, tensors={"w": WHOLE}) as saver:
-        saver.save(0)
+    save_one(path, 0, tensors={"w": WHOLE})
 
 
 def saved_behind(path: Path) -> None:
-    with asyncckpt.Saver(path=path, tensors={"w": WHOLE}) as saver:
-        saver.save_async(0).result(60)
+    save_one(path, 0, staged=True, tensors={"w": WHOLE})
 
 
 def saved_through_a_filter(path: Path) -> None:
     def copied(blocks: list[Any]) -> list[Any]:
         return [block.replace(data=block.data.clone()) for block in blocks]
 
-    with asyncckpt.Saver(path=path, tensors={"w": WHOLE}, filter_func=copied) as saver:
-        saver.save_async(0).result(60)
+    save_one(path, 0, staged=True, tensors={"w": WHOLE}, filter_func=copied)
 
 
 def saved_by_dcp(path: Path) -> None:
@@ -123,8 +121,7 @@ def test_wrong_digests_of_leaves_are_refused(name: str, change: Callable[[str], 
 
 @pytest.mark.parametrize("text", ["", "0" * 32])
 def test_blocks_of_one_leaf_have_no_digests_of_leaves(text: str, tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.zeros(LEAF_BYTES // 4)}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors={"w": torch.zeros(LEAF_BYTES // 4)})
     Crafted(tmp_path, 0).edit_block("w", leaf_digests=text)
     with pytest.raises(CorruptError, match=r"leaf_digests is wrong, .* has no leaves beside itself"):
         asyncckpt.verify(tmp_path)
@@ -135,8 +132,7 @@ def test_a_table_read_by_more_ranks(tmp_path: Path) -> None:
     ids = torch.arange(12_000)
     table = asyncckpt.HashTable("t", 256, shard=(0, 65536, 65536), capacity=len(ids))
     table.insert(ids, ids[:, None].float().expand(-1, 256).contiguous())
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
-        saver.save_async(0).result(60)
+    save_one(tmp_path, 0, staged=True, hashtables={"t": table})
     part = asyncckpt.HashTable("t", 256, shard=(0, 3000, 65536), capacity=4000)
     report = asyncckpt.Loader(tmp_path, {"t": part}, {}).load()
     assert len(part) == 3000

@@ -17,6 +17,7 @@ import asyncckpt
 from tests.end_to_end.state import State, load_image
 from tests.worlds.bits import bits
 from tests.worlds.objects import Stateful
+from tests.worlds.saves import save_one
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -122,8 +123,7 @@ SCALARS += [np.float16(0.1), np.complex64(1 - 2j)]
 @pytest.mark.parametrize("value", SCALARS, ids=lambda value: value.dtype.name)
 async def test_a_numpy_scalar_is_its_own_target(tmp_path: Path, value: Any) -> None:
     """Nobody can write to it, so it comes back as a value, of the same type and with the same bits."""
-    with asyncckpt.Saver(path=tmp_path, tensors={"s": value, "deep": [{"s": value}], "m": ExtraState(value)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"s": value, "deep": [{"s": value}], "m": ExtraState(value)})
     old, module = type(value)(), ExtraState(type(value)())
     target = {"s": old, "deep": [{"s": old}], "m": module}
     reports = [asyncckpt.Loader(tmp_path, tensors=target).load()]
@@ -188,8 +188,7 @@ def test_a_masked_array_is_refused(tmp_path: Path) -> None:
 
 def test_targets_of_other_strides_are_filled(tmp_path: Path) -> None:
     source = torch.randn(4, 6)
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": source}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": source})
     for target in (torch.zeros(6, 4).t(), torch.zeros(4, 12)[:, ::2], torch.zeros(4, 6, requires_grad=True)):
         asyncckpt.Loader(tmp_path, tensors={"x": target}).load()
         assert target.detach().equal(source)
@@ -197,8 +196,7 @@ def test_targets_of_other_strides_are_filled(tmp_path: Path) -> None:
 
 def test_nested_state_comes_back_by_load_state_dict(tmp_path: Path) -> None:
     state = State.filled(11)
-    with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, hashtables=state.tables, tensors=state.dense)
     assert load_image(tmp_path) == state.image()
 
 
@@ -230,8 +228,7 @@ def test_plain_values_keep_type_and_bits(tmp_path: Path) -> None:
             "tensors": {0: torch.arange(3), "array": np.float32(1.5)},
         }
     )
-    with asyncckpt.Saver(path=tmp_path, tensors={"counter": source}) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, tensors={"counter": source})
     target = Stateful({})
     asyncckpt.Loader(tmp_path, tensors={"counter": target}).load()
     found = target.state
@@ -265,8 +262,7 @@ def test_values_and_metadata_come_back_in_the_report(tmp_path: Path) -> None:
 
 
 def test_pairs_are_accepted_as_tensors(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors=[("a", torch.ones(2)), ("b", torch.zeros(3))]) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors=[("a", torch.ones(2)), ("b", torch.zeros(3))])
     a = torch.zeros(2)
     asyncckpt.Loader(tmp_path, tensors=[("a", a)]).load()
     assert a.equal(torch.ones(2))
@@ -291,8 +287,7 @@ def test_names_never_become_file_names(tmp_path: Path) -> None:
     ]
     state = {name: torch.full((3,), float(index)) for index, name in enumerate(names)}
     state["nested"] = {"a": torch.ones(1), "b.c": torch.ones(2), "b": {"c": torch.ones(3)}}
-    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, tensors=state)
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert files[0] == "LOCK"
     assert files[1].endswith("/r00000-000.safetensors")
@@ -307,8 +302,7 @@ def test_names_never_become_file_names(tmp_path: Path) -> None:
 def test_a_tensor_named_like_a_column_does_not_shadow_it(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 4)
     table.lookup(torch.arange(5))
-    with asyncckpt.Saver(path=tmp_path, hashtables={"user": table}, tensors={"user@id": torch.ones(2)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"user": table}, tensors={"user@id": torch.ones(2)})
     target, dense = asyncckpt.HashTable("user", 4), torch.zeros(2)
     asyncckpt.Loader(tmp_path, {"user": target}, {"user@id": dense}).load()
     assert target.ids().equal(table.ids())
@@ -318,8 +312,7 @@ def test_a_tensor_named_like_a_column_does_not_shadow_it(tmp_path: Path) -> None
 def test_shards_open_with_safetensors(tmp_path: Path) -> None:
     state = State.filled(5)
     state.dense["complex"] = torch.randn(5, dtype=torch.complex128)
-    with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, hashtables=state.tables, tensors=state.dense)
     tensors, tables = asyncckpt.describe(tmp_path).files
     with safetensors.safe_open(str(tmp_path / tables), "pt") as file:
         user = state.tables["user"]

@@ -20,6 +20,7 @@ import asyncckpt
 import asyncckpt.dcp
 from asyncckpt.formats import torch_file
 from tests.oracles.runs import RandomLoop, give, state_dicts
+from tests.worlds.saves import save_one
 
 FAST: Any = {"durability": "none"}
 Save = Callable[[RandomLoop, Path], None]
@@ -119,14 +120,12 @@ def save_async(run: RandomLoop, path: Path) -> None:
 
 
 def save_now(run: RandomLoop, path: Path) -> None:
-    with asyncckpt.Saver(path=path / "run", tensors=run.state, **FAST) as saver:
-        saver.save(run.step)
+    save_one(path / "run", run.step, tensors=run.state, **FAST)
 
 
 def save_in_small_memory(run: RandomLoop, path: Path) -> None:
     """What does not fit goes straight from the tensors into files."""
-    with asyncckpt.Saver(path=path / "run", tensors=run.state, host_memory_limit=0, **FAST) as saver:
-        saver.save_async(run.step).result(60)
+    save_one(path / "run", run.step, staged=True, tensors=run.state, host_memory_limit=0, **FAST)
 
 
 def save_as_dict(run: RandomLoop, path: Path) -> None:
