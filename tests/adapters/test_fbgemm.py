@@ -16,8 +16,8 @@ from asyncckpt.adapters.fbgemm_cache import CachedTable
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import OverlaidCut, Role
 from tests.adapters.fake_tbe import CurrentStream, FakeTbe, FakeTbeStream, OptimType, Spec
-from tests.worlds.bits import bits
 from tests.adapters.test_dense_state import saved
+from tests.worlds.bits import bits
 
 HOST = [Spec(6, 4), Spec(9, 2)]
 # Features 0 and 2 share table 1, table 0 has no cache, and table 2 comes first in the cache.
