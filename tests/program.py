@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,3 +48,10 @@ def invoke(*arguments: object) -> Result:
 def answer_of(result: Result) -> Any:
     """Return what it printed as JSON."""
     return json.loads(result.stdout)
+
+
+def check_refused(result: Result, code: int, words: str) -> None:
+    """One line, with these words, and nothing else."""
+    assert result.exit_code == code, result.output
+    assert re.search(words, result.stderr), result.stderr
+    assert (result.stdout, result.stderr.count("\n"), "\\n" in result.stderr) == ("", 1, False)

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,25 +146,32 @@ def test_case_112_queue_is_bounded(tmp_path: Path, gate: Gate) -> None:
 # -- 113: threads that cannot start, or die ----------------------------------------------------------------------------
 
 
+@contextmanager
+def no_thread_starts(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
+    """Let no thread start, or none of these names."""
+    await_end_of_threads()
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if not names or self.name in names:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        yield
+
+
 @pytest.mark.parametrize("which", ["asyncckpt-background", "asyncckpt-worker"])
 @pytest.mark.parametrize("staged", [False, True])
 def test_case_113_thread_cannot_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, staged: bool
 ) -> None:
-    real = threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        if self.name == which:
-            raise RuntimeError("can't start new thread")
-        real(self)
-
+    refused = f"thread '{which}' cannot be started.*ulimit -u"
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         for step in range(6):  # More often than there are threads to lose.
-            await_end_of_threads()
-            with monkeypatch.context() as patched:
-                patched.setattr(threading.Thread, "start", start)
-                with pytest.raises(IOFailedError, match=f"thread '{which}' cannot be started.*ulimit -u"):
-                    saver.save_async(step).result(DEADLINE_S) if staged else saver.save(step)
+            with no_thread_starts(monkeypatch, which), pytest.raises(IOFailedError, match=refused):
+                saver.save_async(step).result(DEADLINE_S) if staged else saver.save(step)
         assert asyncckpt.list_steps(tmp_path) == []
         assert saver.save_async(0).result(DEADLINE_S).step == 0
 
@@ -171,34 +179,21 @@ def test_case_113_thread_cannot_be_started(
 def test_case_113_load_thread_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         saver.save(0)
-
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     loader = asyncckpt.Loader(tmp_path)
     for _ in range(6):
-        await_end_of_threads()
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", start)
-            with pytest.raises(IOFailedError, match="cannot be started"):
-                loader.load_async()
+        with no_thread_starts(monkeypatch), pytest.raises(IOFailedError, match="cannot be started"):
+            loader.load_async()
     assert loader.load_async().result(DEADLINE_S).step == 0
 
 
 def test_case_113_prepare_without_a_thread_gives_the_arena_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     busy = asyncckpt.BusyPolicy("wait", deadline=2)
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, on_busy=busy) as saver:
         for _ in range(3):
-            await_end_of_threads()
-            with monkeypatch.context() as patched:
-                patched.setattr(threading.Thread, "start", start)
-                with pytest.raises(IOFailedError, match="cannot be started"):
-                    saver.prepare()
+            with no_thread_starts(monkeypatch), pytest.raises(IOFailedError, match="cannot be started"):
+                saver.prepare()
         assert saver.save_async(0).result(DEADLINE_S).step == 0
 
 

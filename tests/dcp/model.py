@@ -58,6 +58,15 @@ def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: di
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
+def blank(state: Any) -> Any:
+    """Return the same structure with other contents."""
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [blank(value) for value in state]
+    return torch.zeros(state.shape, dtype=state.dtype) if isinstance(state, torch.Tensor) else "blank"
+
+
 def image_of(state: Any, name: str = "") -> dict[str, np.ndarray[Any, Any]]:
     """Every tensor in full, and every number, by dotted name. All ranks have to call it."""
     if isinstance(state, dict):

@@ -32,7 +32,7 @@ from asyncckpt.shard.files import ShardFiles
 from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
-from tests.dcp.model import differences, image_of, make, train
+from tests.dcp.model import blank, differences, image_of, make, train
 from tests.worlds.directories import flip_byte
 from tests.worlds.saves import save_one
 
@@ -60,15 +60,6 @@ def rich_state(seed: int = 0) -> dict[str, Any]:
         "list": [seed, {"inner": matrix.clone()}, "text"],
         "values": {"float": 0.1 * seed, "none": None, "bytes": b"\x00\xff", "tuple": (1, (2.5, "x")), "big": 2**70},
     }
-
-
-def blank(state: Any) -> Any:
-    """The same structure with other contents."""
-    if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [blank(value) for value in state]
-    return torch.zeros(state.shape, dtype=state.dtype) if isinstance(state, torch.Tensor) else "blank"
 
 
 def upload(saved: Any) -> Any:

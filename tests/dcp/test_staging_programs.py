@@ -22,7 +22,7 @@ from asyncckpt.dcp import AsyncStager, SavePlanner, StorageReader, StorageWriter
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.plan import image
 from asyncckpt.staging.pool import ArenaState, pool
-from tests.dcp.model import differences, image_of
+from tests.dcp.model import blank, differences, image_of
 
 pytestmark = [
     pytest.mark.random,
@@ -136,14 +136,6 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
         return [state]
     children = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
     return [tensor for child in children for tensor in tensors_of(child)]
-
-
-def blank(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [blank(value) for value in state]
-    return torch.zeros(state.shape, dtype=state.dtype) if isinstance(state, torch.Tensor) else 0
 
 
 class StagingProgram:

@@ -208,17 +208,23 @@ def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatc
     assert asyncckpt.describe(tmp_path, 4).compacted
 
 
-def test_a_step_that_retention_takes_meanwhile_does_not_come_back(
-    chain: Chain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, shards = asyncckpt.engine.compact.run_compaction._write, shards_of(chain.path, 4)
+def lose_when_written(monkeypatch: pytest.MonkeyPatch, lose: Callable[..., object]) -> None:
+    """Let something be lost when a compaction has written, with what it was called."""
+    write = asyncckpt.engine.compact.run_compaction._write
 
     def write_and_lose(*arguments: Any, **options: Any) -> Any:
         written = write(*arguments, **options)
-        manifest_path(chain.path, 4).unlink()
+        lose(*arguments)
         return written
 
     monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_lose)
+
+
+def test_a_step_that_retention_takes_meanwhile_does_not_come_back(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = shards_of(chain.path, 4)
+    lose_when_written(monkeypatch, lambda *_: manifest_path(chain.path, 4).unlink())
     with pytest.raises(asyncckpt.NotFoundError, match="no checkpoint of step 4"):
         asyncckpt.compact(chain.path, 4)
     assert asyncckpt.list_steps(chain.path) == [1, 2, 3]
@@ -226,15 +232,12 @@ def test_a_step_that_retention_takes_meanwhile_does_not_come_back(
 
 
 def test_a_folder_that_is_taken_away_is_not_published(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = asyncckpt.engine.compact.run_compaction._write
     before = files_of(chain.path)
 
-    def write_and_lose(*arguments: Any, **options: Any) -> Any:
-        written = write(*arguments, **options)
+    def lose(*arguments: Any) -> None:
         shutil.rmtree(next(path for path in arguments if isinstance(path, Transaction)).place.path)
-        return written
 
-    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_lose)
+    lose_when_written(monkeypatch, lose)
     with pytest.raises(asyncckpt.ConflictError, match="was removed while step 4 was compacted"):
         asyncckpt.compact(chain.path, 4)
     assert files_of(chain.path) == before

@@ -131,27 +131,40 @@ RETENTION_IN_FULL = pytest.param("retention", STATES_MAX, marks=pytest.mark.slow
 SECOND_SAVES = [("first", STATES_MAX), ("retention", STATES_OF_SECOND_SAVES_MAX), RETENTION_IN_FULL]
 
 
+def check_second_saves(
+    name: str,
+    chosen: Callable[[list[DiskOp]], list[DiskOp]],
+    again: Callable[..., list[CutDisk]],
+    states_max: int,
+    lanes: ForkLanes,
+    templates: Templates,
+    run_folders: Iterator[Path],
+) -> None:
+    """Disturb a save at each operation that is chosen, save `again`, and cut the power at all places behind it."""
+    print(f"seed {SEED}")
+    scenario = SCENARIOS[name]
+    template = templates.of(scenario)
+    log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
+    places = chosen(log[scenario.begin_of_disturbed(log) :])
+    works = [(str(place), partial(again, scenario, place, template, next(run_folders), states_max)) for place in places]
+    disks = (disk for disks in lanes.run_all(works) for disk in disks)
+    count, wrong = check_all(disks, lanes, run_folders)
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
+    print(f"{name}: disturbed {len(places)} times, {count} different disks after power cuts")
+
+
 @pytest.mark.any_core
 @pytest.mark.parametrize(("name", "states_max"), [*SECOND_SAVES, ("compaction", STATES_MAX)])
 def test_power_cut_after_a_kill_and_another_save_leaves_every_acknowledged_checkpoint(
     name: str, states_max: int, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
 ) -> None:
     """What the killed process had not synced, the next one must sync before it relies on it."""
-    print(f"seed {SEED}")
-    scenario = SCENARIOS[name]
-    template = templates.of(scenario)
-    log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
-    disturbed = log[scenario.begin_of_disturbed(log) :]
-    kills = [o for o in disturbed if o.kind in CHANGING_KINDS and o.kind is not OpKind.SYNC and not is_in_attempt(o)]
-    kills = share_of(kills, name, by=lambda kill: kill.kind)
-    works = [
-        (str(kill), partial(killed_and_saved_again, scenario, kill, template, next(run_folders), states_max))
-        for kill in kills
-    ]
-    disks = (disk for disks in lanes.run_all(works) for disk in disks)
-    count, wrong = check_all(disks, lanes, run_folders)
-    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
-    print(f"{name}: {len(kills)} kills, {count} different disks after power cuts")
+
+    def kills(disturbed: list[DiskOp]) -> list[DiskOp]:
+        found = [o for o in disturbed if o.kind in CHANGING_KINDS and o.kind is not OpKind.SYNC]
+        return share_of([o for o in found if not is_in_attempt(o)], name, by=lambda kill: kill.kind)
+
+    check_second_saves(name, kills, killed_and_saved_again, states_max, lanes, templates, run_folders)
 
 
 def killed_and_saved_again(
@@ -173,20 +186,11 @@ def test_power_cut_after_a_failed_sync_leaves_every_acknowledged_checkpoint(
     name: str, states_max: int, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
 ) -> None:
     """A save that is acknowledged needed no sync that failed; nor does the next one, of another process."""
-    print(f"seed {SEED}")
-    scenario = SCENARIOS[name]
-    template = templates.of(scenario)
-    log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
-    disturbed = log[scenario.begin_of_disturbed(log) :]
-    syncs = share_of((operation for operation in disturbed if operation.kind is OpKind.SYNC), name)
-    works = [
-        (str(sync), partial(failed_and_saved_again, scenario, sync, template, next(run_folders), states_max))
-        for sync in syncs
-    ]
-    disks = (disk for disks in lanes.run_all(works) for disk in disks)
-    count, wrong = check_all(disks, lanes, run_folders)
-    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
-    print(f"{name}: {len(syncs)} failed syncs, {count} different disks after power cuts")
+
+    def syncs(disturbed: list[DiskOp]) -> list[DiskOp]:
+        return share_of((operation for operation in disturbed if operation.kind is OpKind.SYNC), name)
+
+    check_second_saves(name, syncs, failed_and_saved_again, states_max, lanes, templates, run_folders)
 
 
 def failed_and_saved_again(

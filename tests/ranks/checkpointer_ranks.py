@@ -47,27 +47,27 @@ class CountedSteps:
         self.x += one
         print(step, file=self.done)
 
+    def train_on(self, ckpt: asyncckpt.Checkpointer, steps: int, *, at: int | None) -> None:
+        """Go on up to so many steps; this rank is terminated in one of them."""
+        for step in range(ckpt.restore(), steps):
+            if step == at:
+                terminate()
+            self.train(step)
+            ckpt.step(step)
+
 
 def asked_to_stop(rank: int, folder: Path) -> None:
     """Rank 1 is terminated in the middle of step 5: both save step 6, and leave."""
     training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt", every=4) as ckpt:
-        for step in range(ckpt.restore(), 100):
-            if (rank, step) == (1, 5):
-                os.kill(os.getpid(), signal.SIGTERM)
-            training.train(step)
-            ckpt.step(step)
+        training.train_on(ckpt, 100, at=5 if rank == 1 else None)
 
 
 def all_asked_to_stop(rank: int, folder: Path) -> None:
     """As by torchrun, which sends SIGTERM to all; here just before the last step."""
     training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt") as ckpt:
-        for step in range(ckpt.restore(), 6):
-            if step == 5 - rank:
-                os.kill(os.getpid(), signal.SIGTERM)
-            training.train(step)
-            ckpt.step(step)
+        training.train_on(ckpt, 6, at=5 - rank)
 
 
 def out_of_time(rank: int, folder: Path) -> None:

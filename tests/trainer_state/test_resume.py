@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +18,7 @@ from tests.trainer_state.run import ResumedRun
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS_COUNT = 33  # Two epochs and a half, of 13 batches each.
 
-pytestmark = pytest.mark.any_core
-
-
-@pytest.fixture(autouse=True)
-def _generators_as_before() -> Iterator[None]:
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    torch.set_rng_state(before[2])
-    torch.set_num_threads(before[3])
+pytestmark = [pytest.mark.any_core, pytest.mark.usefixtures("one_thread")]
 
 
 def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:

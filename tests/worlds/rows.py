@@ -23,6 +23,12 @@ def rows_of(table: Any, *columns: str) -> dict[int, tuple[Any, ...]]:
     return {id: tuple(chain(*row)) for id, *row in zip(ids.tolist(), *parts, strict=True)}
 
 
+def columns_of(table: Any) -> dict[str, torch.Tensor]:
+    """Return all columns, rows in the order of their ids."""
+    ids = table.ids().sort().values
+    return {"id": ids, **table.read(ids)}
+
+
 def named_rows(table: Any) -> dict[int, dict[str, Any]]:
     """Return all rows by id, in each the values by the names of their columns."""
     ids = table.ids()

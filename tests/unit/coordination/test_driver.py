@@ -344,14 +344,21 @@ async def test_older_calls_are_forgotten(job: RanksAndEffects) -> None:
     assert {call for call, _ in job.exchange.inboxes} <= {4}
 
 
-class StuckChannel:
-    """A channel whose receive never comes back until it is let go."""
+class DeafChannel:
+    """A channel but for what it receives."""
 
     def __init__(self, channel: Channel) -> None:
         self.rank, self.ranks_count = channel.rank, channel.ranks_count
-        self.let_go = threading.Event()
         self.send, self.put, self.get = channel.send, channel.put, channel.get
         self.forget, self.close = channel.forget, channel.close
+
+
+class StuckChannel(DeafChannel):
+    """A channel whose receive never comes back until it is let go."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
+        self.let_go = threading.Event()
 
     def receive(self, call: int, timeout_s: float) -> list[tuple[int, bytes]]:
         self.let_go.wait()
@@ -379,13 +386,11 @@ async def test_one_thread_is_enough(threads: ThreadPoolExecutor) -> None:
     assert [outcome.state for outcome in outcomes] == ["committed"] * 2
 
 
-class LateChannel:
+class LateChannel(DeafChannel):
     """A channel that is deaf until its rank's clock has jumped, and finds nothing in the first look after that."""
 
     def __init__(self, channel: Channel) -> None:
-        self.rank, self.ranks_count = channel.rank, channel.ranks_count
-        self.send, self.put, self.get = channel.send, channel.put, channel.get
-        self.forget, self.close = channel.forget, channel.close
+        super().__init__(channel)
         self._channel = channel
         self.is_deaf = self.has_jumped = False
         self.deaf_looks_count = 0
