@@ -18,8 +18,8 @@ from crafted import Crafted
 from round_trip import Save
 
 import asyncckpt
-from asyncckpt.engine.process.save_lock import save_lock
 from tests.worlds.gates import Gate
+from tests.worlds.gates import nothing_in_flight as nothing_in_flight
 
 
 @pytest.fixture(scope="session")
@@ -51,10 +51,3 @@ def saver(tmp_path: Path, gate: Gate) -> Iterator[asyncckpt.Saver]:
     yield made
     gate.open()
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_in_flight() -> Iterator[None]:
-    """Whatever went wrong in a test, the next save and load of the process may begin."""
-    yield
-    assert save_lock.in_flight() == []

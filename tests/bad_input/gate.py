@@ -5,17 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import asyncckpt
-
 DEADLINE_S = 60
 
 
 def failing(blocks: Any) -> Any:
     raise ValueError("my reason")
-
-
-async def wait_for(future: asyncckpt.SaveFuture) -> asyncckpt.SaveResult:
-    return await future
 
 
 def await_end_of_threads() -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from gate import DEADLINE_S, await_end_of_threads, failing, wait_for
+from gate import DEADLINE_S, await_end_of_threads, failing
 
 import asyncckpt
 from asyncckpt import signals
 from asyncckpt.storage.directory import Directory
 from tests.worlds.gates import Gate
+from tests.worlds.threads import awaited
 
 UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
 IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
@@ -183,12 +184,12 @@ def test_case_108_commit_that_cannot_be_confirmed_is_resolvable(
 def test_case_110_loop_closed_while_it_waits(tmp_path: Path, saver: asyncckpt.Saver, gate: Gate) -> None:
     loop = asyncio.new_event_loop()
     future = saver.save_async(0)
-    waiting = loop.create_task(wait_for(future))
+    waiting = loop.create_task(awaited(future))
     loop.run_until_complete(asyncio.sleep(0))
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         loop.run_until_complete(waiting)
-    abandoned = loop.create_task(wait_for(future))
+    abandoned = loop.create_task(awaited(future))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     gate.open()
@@ -201,7 +202,7 @@ def test_case_110_loop_closed_while_it_waits(tmp_path: Path, saver: asyncckpt.Sa
 async def test_case_110_time_out_of_an_await(saver: asyncckpt.Saver, gate: Gate) -> None:
     future = saver.save_async(0)
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(wait_for(future), 0.01)
+        await asyncio.wait_for(awaited(future), 0.01)
     assert not future.done()
     assert future.state in ("staged", "filtering")
     gate.open()
@@ -216,7 +217,7 @@ async def test_case_110_error_after_a_cancelled_await_is_not_lost(tmp_path: Path
         return failing(blocks)
 
     saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=fail_at_the_gate)
-    task = asyncio.ensure_future(wait_for(saver.save_async(0)))
+    task = asyncio.ensure_future(awaited(saver.save_async(0)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -228,7 +229,7 @@ async def test_case_110_error_after_a_cancelled_await_is_not_lost(tmp_path: Path
 
 async def test_case_110_awaited_in_another_loop(saver: asyncckpt.Saver, gate: Gate) -> None:
     future = saver.save_async(0)
-    elsewhere = asyncio.to_thread(lambda: asyncio.run(wait_for(future)))
+    elsewhere = asyncio.to_thread(lambda: asyncio.run(awaited(future)))
     task = asyncio.ensure_future(elsewhere)
     gate.open()
     assert (await future).step == (await task).step == 0

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from gate import DEADLINE_S, await_end_of_threads, failing, wait_for
+from gate import DEADLINE_S, await_end_of_threads, failing
 
 import asyncckpt
 from asyncckpt.commit import retention
 from asyncckpt.engine.process import background as background_module
 from asyncckpt.engine.save import run_save as save_job
 from tests.worlds.gates import Gate
+from tests.worlds.threads import awaited
 
 UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
 IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
@@ -284,7 +285,7 @@ async def test_case_115_116_callback_raises_after_the_commit(
     future = saver.save_async(0)
     future.add_done_callback(callback)
     future.add_done_callback(lambda _: calls.append("second"))
-    waiting = asyncio.ensure_future(wait_for(future))
+    waiting = asyncio.ensure_future(awaited(future))
     await asyncio.sleep(0)
     gate.open()
     assert (await asyncio.wait_for(waiting, DEADLINE_S)).step == 0

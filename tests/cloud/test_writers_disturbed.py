@@ -23,8 +23,9 @@ from asyncckpt.strategies import ShardedLoad, ShardedSave
 from tests.cloud import test_dcp_in_a_store as of_dcp
 from tests.cloud import test_ranks_in_turn_in_a_store as in_turn
 from tests.cloud import test_strategies_in_a_store as of_megatron
-from tests.cloud.fault_proxy import FAULTS, FaultProxy, Request
+from tests.cloud.fault_proxy import FAULTS, FaultProxy
 from tests.shares import share_of
+from tests.worlds.gates import nothing
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -142,7 +143,7 @@ WRITERS = {
         removal_is_new,
     ),
     "import": Disturbed(
-        prepare_import, lambda url, folder: _done(hf.import_checkpoint(folder / "hf", url, step=1)), import_is_new
+        prepare_import, lambda url, folder: nothing(hf.import_checkpoint(folder / "hf", url, step=1)), import_is_new
     ),
     "compaction": Disturbed(prepare_chain, ignoring_path(lambda url: asyncckpt.compact(url, 2)), compaction_is_new),
     "ranks in turn": Disturbed(
@@ -150,10 +151,6 @@ WRITERS = {
     ),
 }
 CASES = [(writer, fault) for writer in WRITERS for fault in QUICK]
-
-
-def _done(_: object) -> None:
-    """What is returned is not looked at."""
 
 
 def causes_of(error: Exception) -> list[BaseException]:
@@ -192,7 +189,3 @@ def test_a_disturbed_writer_leaves_what_was_or_what_is_written(
         if not is_new:
             writer.write(own, tmp_path / str(number))
             assert writer.is_new(own)
-
-
-def nothing(_: Request) -> None:
-    """Disturb no request."""

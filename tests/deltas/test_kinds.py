@@ -12,7 +12,7 @@ import torch
 import asyncckpt
 from asyncckpt import DeltaPolicy, HashTable, Loader, Saver, SaveResult, UsageError, inspection
 from tests.worlds.directories import document_of
-from tests.worlds.gates import Gate
+from tests.worlds.gates import Gate, unchanged
 from tests.worlds.rows import rows_of
 
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0)
@@ -251,11 +251,7 @@ def _of_other_ids(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.
     return [b.replace(data=b.data + 1) if b.column == "id" else b for b in blocks]
 
 
-def _as_they_are(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-    return blocks
-
-
-FILTERS = [_as_they_are, _renamed, _swapped, _shortened, _rounded, _of_other_ids]
+FILTERS = [unchanged, _renamed, _swapped, _shortened, _rounded, _of_other_ids]
 
 
 @pytest.mark.parametrize("second", FILTERS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver
 from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport
 from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX, _ExactModesSaver
-from asyncckpt.engine.process.save_lock import save_lock
 from tests.embcache.models import CachedNet, config, image, union
 from tests.worlds.directories import flip_byte
+from tests.worlds.gates import nothing_in_flight as nothing_in_flight
 
 UsageError, CorruptError = asyncckpt.UsageError, asyncckpt.CorruptError
 IncompatibleError, NotFoundError = asyncckpt.IncompatibleError, asyncckpt.NotFoundError
@@ -28,12 +27,6 @@ IncompatibleError, NotFoundError = asyncckpt.IncompatibleError, asyncckpt.NotFou
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "save_dir" / "sparse"
-
-
-@pytest.fixture(autouse=True)
-def nothing_in_flight() -> Iterator[None]:
-    yield
-    assert save_lock.in_flight() == []
 
 
 def loaded(path: Path, **options: Any) -> Any:

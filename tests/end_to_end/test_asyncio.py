@@ -17,6 +17,7 @@ import asyncckpt
 from asyncckpt.engine.process.save_lock import save_lock
 from tests.worlds.gates import Gate
 from tests.worlds.objects import Stateful
+from tests.worlds.threads import awaited
 
 DEADLINE_S = 60.0
 SHORT_S = 0.01
@@ -50,10 +51,6 @@ def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Coroutine[Any, Any
 
 def make(path: Path, **options: Any) -> asyncckpt.Saver:
     return asyncckpt.Saver(path=path, tensors={"w": torch.ones(9)}, **options)
-
-
-async def awaited(future: Awaitable[Any]) -> Any:
-    return await future
 
 
 async def with_wait(future: Any) -> Any:

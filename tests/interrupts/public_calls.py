@@ -16,6 +16,8 @@ import asyncckpt.dcp
 import asyncckpt.embcache
 from asyncckpt.checkpoints import collect_garbage, pin, pinned_steps, prune, remove, remove_after, unpin
 from tests.embcache.models import CachedNet
+from tests.worlds.gates import nothing
+from tests.worlds.threads import awaited
 
 DEADLINE_S = 12.0
 WAIT = asyncckpt.BusyPolicy("wait", DEADLINE_S)
@@ -134,7 +136,7 @@ def calls(world: SavedSteps) -> dict[str, Callable[[], Any]]:
         "SaveFuture.cancel": world.done.cancel,
         "SaveFuture.done": world.done.done,
         "SaveFuture.progress": lambda: (world.done.progress, world.done.state, repr(world.done)),
-        "SaveFuture.add_done_callback": lambda: world.done.add_done_callback(print_nothing),
+        "SaveFuture.add_done_callback": lambda: world.done.add_done_callback(nothing),
         "await SaveFuture": lambda: run_coroutine(awaited(world.done)),
         "PeriodicSaver.step": lambda: world.periodic.step(next(world.steps)),
         "PeriodicSaver.drain": lambda: world.periodic.drain(DEADLINE_S),
@@ -173,11 +175,3 @@ def calls(world: SavedSteps) -> dict[str, Callable[[], Any]]:
 def train(world: SavedSteps) -> None:
     with torch.enable_grad():  # Tables are loaded without.
         world.net.train_step(1)
-
-
-async def awaited(future: asyncckpt.SaveFuture) -> Any:
-    return await future
-
-
-def print_nothing(_: object) -> None:
-    pass

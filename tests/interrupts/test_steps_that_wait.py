@@ -18,7 +18,7 @@ from asyncckpt.snapshot import table_capture
 from tests.interrupts.places import SOME, interrupt_at
 from tests.interrupts.world import DEADLINE_S, check_nothing_is_held
 from tests.steps.gate import watch_short
-from tests.steps.held_program import nothing
+from tests.worlds.gates import nothing
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 

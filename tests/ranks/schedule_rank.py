@@ -18,6 +18,7 @@ from asyncckpt.coordination.messages import Limits
 from asyncckpt.pipeline.filters import identity
 from tests.ranks.kill_points import strike_at
 from tests.ranks.training import RankTraining
+from tests.worlds.gates import unchanged
 
 OPENING_S_MAX = 40.0  # On a busy machine ranks may take long to start.
 LIMITS = Limits(begin_s=8.0, silence_s=8.0)
@@ -37,11 +38,6 @@ class Strikes:
     @property
     def name(self) -> str:
         return f"{self.strike} rank {self.victim} of {self.ranks_count} at {self.point!r} over {self.over}"
-
-
-def unchanged(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-    """A filter, so that there is a point at which it runs."""
-    return blocks
 
 
 def run_rank(schedule: Strikes, rank: int, folder: Path) -> None:

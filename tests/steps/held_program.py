@@ -99,7 +99,3 @@ def is_wrong(run: Callable[..., list[str]], *arguments: Any) -> bool:
         return run(*arguments) != []
     except Exception:
         return True
-
-
-def nothing(*_: Any, **__: Any) -> None:
-    """What is left of a method that was taken away."""

@@ -23,9 +23,9 @@ from asyncckpt.engine.features import steps
 from asyncckpt.engine.features.steps import StepFences
 from asyncckpt.engine.save import save_job
 from tests.steps import gate as gates
-from tests.steps.held_program import nothing
 from tests.steps.trainer import SavingTrainer
 from tests.steps.trainings import RandomTraining
+from tests.worlds.gates import nothing
 
 pytestmark = pytest.mark.any_core
 

@@ -20,7 +20,8 @@ from asyncckpt.engine.features.steps import StepFences
 from tests.devices.training import differing, loaded
 from tests.simulated_device import SimulatedRuntime
 from tests.steps import gate as gates
-from tests.steps.held_program import HeldProgram, OpenSave, is_wrong, nothing
+from tests.steps.held_program import HeldProgram, OpenSave, is_wrong
+from tests.worlds.gates import nothing
 
 pytestmark = pytest.mark.any_core
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,3 +24,8 @@ def bits(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     return [bits(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def taken(tensor: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return a part of a tensor, from where to where of each dimension."""
+    return tensor[tuple(slice(low, high) for low, high in box)]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.engine.process.save_lock import save_lock
+
 WAIT_S_MAX = 60.0
 
 
@@ -41,3 +43,19 @@ def gate() -> Iterator[Gate]:
 def failing(blocks: Any) -> Any:
     """Fail as a filter."""
     raise RuntimeError("disk on fire")
+
+
+def unchanged(blocks: Any) -> Any:
+    """Change nothing, as a filter: so that there is a point at which one runs."""
+    return blocks
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Be what is left of a function that was taken away."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_flight() -> Iterator[None]:
+    """Whatever went wrong in a test, the next save and load of the process may begin."""
+    yield
+    assert save_lock.in_flight() == []

@@ -1,9 +1,9 @@
-"""Threads of a test, and those of torch."""
+"""Threads of a test, and those of torch; and who waits on a loop."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,3 +26,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+async def awaited(future: Awaitable[Any]) -> Any:
+    return await future

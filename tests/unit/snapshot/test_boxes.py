@@ -28,7 +28,7 @@ from asyncckpt.plan.load_plan import DenseLoad, LoadPlan
 from asyncckpt.plan.load_targets import InPlace, overlap
 from asyncckpt.snapshot import boxes, windows
 from asyncckpt.snapshot.restore import OpenLoads, restore, uploads_of_load
-from tests.worlds.bits import raw_of
+from tests.worlds.bits import raw_of, taken
 
 Box = tuple[tuple[int, int], ...]
 
@@ -132,10 +132,6 @@ def spec_of(tensor: torch.Tensor, box: Box, whole: tuple[int, ...]) -> BlockSpec
         whole_shape=whole,
         column_begins=begins[1:] if any(begins[1:]) else (),
     )
-
-
-def taken(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    return whole[tuple(slice(low, high) for low, high in box)]
 
 
 def room_for(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,8 @@ from asyncckpt.model.sharded import Piece
 from asyncckpt.snapshot import windows
 from tests.simulated_device import SimulatedRuntime
 from tests.unit.snapshot import test_boxes as of_boxes
-from tests.unit.snapshot.test_boxes import Box, MemoryReader, load_into, raw_of, some_values, spec_of, taken
+from tests.unit.snapshot.test_boxes import Box, MemoryReader, load_into, raw_of, some_values, spec_of
+from tests.worlds.bits import taken
 
 pytestmark = pytest.mark.any_core  # What is read is the same as on the host, and so is how.
 
