@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import asyncckpt
-from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection, EmbCacheTableConfig
+from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection, EmbCacheTableConfig, Saver
 from tests.worlds.rows import table_image
 
 Batch = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -107,3 +108,15 @@ def union(images: Iterable[Image]) -> Image:
 def owners(rows: dict[int, bytes], world_size: int) -> set[int]:
     """The ranks that own the ids of a table, by their unsigned value."""
     return {id % 2**64 % world_size for id in rows}
+
+
+def load_ranks(found: Sequence[CachedNet], path: Path, *, step: int | None = None, **options: Any) -> Image:
+    """Load the nets of all ranks, one after the other; without `world_size` the tables say how many they are."""
+    for net in found:
+        rank, world_size = net.shard
+        with Saver(rank=rank, **options) as saver:
+            report = saver.load(net, path, step=step)
+        own = image(net)
+        assert report.rows == {name: len(rows) for name, rows in own.items()}
+        assert all(owners(rows, world_size) <= {rank} for rows in own.values())
+    return union(map(image, found))

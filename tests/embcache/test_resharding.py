@@ -11,7 +11,7 @@ import torch
 import asyncckpt
 from asyncckpt.embcache import Saver
 from tests.embcache.earlier_form import rank_folder, save_rank
-from tests.embcache.models import IDS, CachedNet, Image, image, owners, union
+from tests.embcache.models import IDS, CachedNet, Image, image, load_ranks, union
 from tests.worlds.directories import flip_byte
 
 CorruptError, NotFoundError = asyncckpt.CorruptError, asyncckpt.NotFoundError
@@ -33,15 +33,7 @@ def save(ranks: list[CachedNet], path: Path, *, step: int, save_id: str = "one")
 
 
 def load(path: Path, world_size: int, *, step: int | None = None) -> Image:
-    found = nets(world_size, steps=range(20, 23))
-    for net in found:
-        rank, _ = net.shard
-        with Saver(rank=rank) as saver:  # The tables say how many ranks there are.
-            report = saver.load(net, path, step=step)
-        own = image(net)
-        assert report.rows == {name: len(rows) for name, rows in own.items()}
-        assert all(owners(rows, world_size) <= {rank} for rows in own.values())
-    return union(image(net) for net in found)
+    return load_ranks(nets(world_size, steps=range(20, 23)), path, step=step)
 
 
 def test_one_to_three_to_two_ranks_bit_for_bit(path: Path) -> None:

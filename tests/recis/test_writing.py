@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from tests.recis.handmade import Handmade, dense_values, user_rows
 from tests.recis.rules import check_rules
 from tests.recis.test_loading import check_rows, make_table
 from tests.worlds.directories import flip_byte
+from tests.worlds.failing_calls import fail_in_turn
 
 BACK = {"embedding": "embedding", "exp_avg": "sparse_adam_exp_avg", "exp_avg_sq": "sparse_adam_exp_avg_sq"}
 
@@ -271,29 +270,9 @@ def test_what_is_not_read_back_as_written_is_not_published(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("call", ["open", "mkdir", "rename", "fsync", "ftruncate"])
-def test_a_failing_operation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Each call of a kind fails in turn, until there is none left to fail."""
-    for failing in range(100):
-        count = iter(range(1000))
-        real = getattr(os, call)
+def test_a_failing_operation_leaves_nothing(tmp_path: Path, call: str) -> None:
+    def save() -> None:
+        recis.save(tmp_path / "ckpt", tensors={"x": torch.ones(10)})
 
-        def fail(*arguments: Any, _real: Any = real, _at: int = failing, _count: Any = count, **more: Any) -> Any:
-            if str(arguments[0]).startswith("/proc") or next(_count) != _at:
-                return _real(*arguments, **more)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        with monkeypatch.context() as patched:
-            patched.setattr(os, call, fail)
-            try:
-                recis.save(tmp_path / "ckpt", tensors={"x": torch.ones(10)})
-            except asyncckpt.CheckpointError as raised:
-                error = raised
-            else:
-                break
-        left = [path.name for path in tmp_path.iterdir()]
-        if left:  # Only the last sync comes behind the rename.
-            assert (call, left, type(error)) == ("fsync", ["ckpt"], asyncckpt.IndeterminateError)
-            assert error.resolve()
-            break
-    assert failing > 0
+    assert fail_in_turn(call, save, tmp_path / "ckpt") > 0
     same_dense(check_rules(tmp_path / "ckpt", shards=1, parallel=8)[1], {"x": torch.ones(10)})

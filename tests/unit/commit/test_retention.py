@@ -45,6 +45,18 @@ def keep_latest(root: Path, count: int, *protected: int) -> list[int]:
         return list(retain(opened, KnownHeads(opened), policy, protected=lambda: protected).removed)
 
 
+def before_the_first_file(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Let others do something right before the next file is created."""
+    create = Directory.create_file
+
+    def create_behind(self: Directory, name: str, **options: bool) -> tuple[int, bool]:
+        monkeypatch.setattr(Directory, "create_file", create)
+        act()
+        return create(self, name, **options)
+
+    monkeypatch.setattr(Directory, "create_file", create_behind)
+
+
 def folders(root: Path) -> set[str]:
     return {path.name for path in (root / "data").iterdir()}
 

@@ -300,20 +300,23 @@ def test_memory_stays_small_where_one_row_is_larger_than_a_window(monkeypatch: p
     assert max(size for _, _, size in reader.reads) <= 1000
 
 
-@pytest.mark.parametrize("begin", [(0, 0), (1, 2)])
-def test_encoded_blocks(begin: tuple[int, int]) -> None:
-    whole = torch.zeros(30, 40).index_fill_(0, torch.tensor([3, 7]), 2.0)
-    found = encode(whole, ({"kind": "zstd", "level": 1},))
-    spec = spec_of(whole, ((0, 30), (0, 40)), (30, 40))
-    encoded = replace(
-        spec,
+def encoded_block(whole: torch.Tensor, steps: Any) -> tuple[BlockSpec, bytes]:
+    found = encode(whole, steps)
+    spec = replace(
+        spec_of(whole, tuple((0, size) for size in whole.shape), tuple(whole.shape)),
         stored_dtype=found.stored.dtype,
         stored_itemsize=found.stored.itemsize,
         stored_shape=found.stored.shape,
         encoding=found.steps,
     )
+    return spec, found.raw.tobytes()
+
+
+@pytest.mark.parametrize("begin", [(0, 0), (1, 2)])
+def test_encoded_blocks(begin: tuple[int, int]) -> None:
+    whole = torch.zeros(30, 40).index_fill_(0, torch.tensor([3, 7]), 2.0)
     reader = MemoryReader(verify=False)
-    reader.put(encoded, found.raw.tobytes())
+    reader.put(*encoded_block(whole, ({"kind": "zstd", "level": 1},)))
     target = torch.full((25, 30), -1.0)
     load_into([Piece(target, begin)], whole, reader)
     assert torch.equal(target, whole[begin[0] : begin[0] + 25, begin[1] : begin[1] + 30])
