@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,21 @@ def test_a_full_one_after_so_many_deltas(tmp_path: Path) -> None:
     assert kinds == ["full", "delta", "delta", "full", "delta", "delta", "full"]
 
 
+def six_kinds(path: Path, table: HashTable, policy: DeltaPolicy, between: Callable[[], object]) -> list[str]:
+    kinds = []
+    with Saver(path=path, hashtables={"user": table}, deltas=policy) as saver:
+        for step in range(6):
+            kinds.append(save(saver, step).kind)
+            between()
+    return kinds
+
+
 def test_a_full_one_when_deltas_grow_too_large(tmp_path: Path) -> None:
     table = HashTable("user", 256)
     table.lookup(torch.arange(ROWS))
     policy = DeltaPolicy(deltas_max=1000, bytes_share_max=0.5)
-    with Saver(path=tmp_path, hashtables={"user": table}, deltas=policy) as saver:
-        kinds = []
-        for step in range(6):
-            kinds.append(save(saver, step).kind)
-            table.lookup(torch.arange(60))  # A fifth of the rows, so two deltas fit.
+    # A fifth of the rows, so two deltas fit.
+    kinds = six_kinds(tmp_path, table, policy, lambda: table.lookup(torch.arange(60)))
     assert kinds == ["full", "delta", "delta", "full", "delta", "delta"]
 
 
@@ -103,13 +110,8 @@ def test_a_full_one_when_the_last_is_old(tmp_path: Path, monkeypatch: pytest.Mon
     now = [100.0]
     monkeypatch.setattr("asyncckpt.engine.features.deltas.time.monotonic", lambda: now[0])
     monkeypatch.setattr("asyncckpt.engine.save.run_save.time.monotonic", lambda: now[0])
-    table = filled_table()
     policy = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0, seconds_max=60.0)
-    with Saver(path=tmp_path, hashtables={"user": table}, deltas=policy) as saver:
-        kinds = []
-        for step in range(6):
-            kinds.append(save(saver, step).kind)
-            now[0] += 25.0
+    kinds = six_kinds(tmp_path, filled_table(), policy, lambda: now.__setitem__(0, now[0] + 25.0))
     assert kinds == ["full", "delta", "delta", "full", "delta", "delta"]
 
 

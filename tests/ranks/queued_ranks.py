@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,26 +212,38 @@ def the_next_step_after_a_failed_one(rank: int, folder: Path) -> None:
         assert [future.step for future in futures[1:]] == [0, 1]
 
 
-def the_parent_is_removed(rank: int, folder: Path) -> None:
-    """By others, as after a mistake: the next save is full on all ranks, and a delta that was asked for is refused."""
+@contextmanager
+def changed(
+    rank: int, folder: Path, **options: Any
+) -> Iterator[tuple[asyncckpt.Saver, Callable[..., asyncckpt.SaveFuture]]]:
+    """A Saver of one of two ranks, and what changes its state and begins a save of it."""
     group_of(rank, 2, folder)
-    state = QueuedState(rank, 2)
-    calls = changes(2)
-    with saver_of(rank, folder / "checkpoints", state, on_busy="wait") as saver:
+    state, calls = QueuedState(rank, 2), changes(2)
+    with saver_of(rank, folder / "checkpoints", state, **options) as saver:
 
-        def save(kind: Any = "auto") -> asyncckpt.SaveResult:
+        def begin(**options: Any) -> asyncckpt.SaveFuture:
             change = next(calls)
             state.apply(change)
-            return saver.save_async(change.step, kind=kind).result(WAIT_S_MAX)
+            return saver.save_async(change.step, **options)
 
-        assert [save().kind, save().kind] == ["full", "delta"]
+        yield saver, begin
+
+
+def the_parent_is_removed(rank: int, folder: Path) -> None:
+    """By others, as after a mistake: the next save is full on all ranks, and a delta that was asked for is refused."""
+    with changed(rank, folder, on_busy="wait") as (_, begin):
+
+        def save(**options: Any) -> Any:
+            return begin(**options).result(WAIT_S_MAX).kind
+
+        assert [save(), save()] == ["full", "delta"]
         dist.barrier()
         if rank == 0:
             shutil.rmtree(next((folder / "checkpoints" / "data").glob("000000000001-*")))
         dist.barrier()
         with pytest.raises(ConflictError, match="is not there any more"):
-            save("delta")
-        assert [save().kind, save().kind] == ["full", "delta"]
+            save(kind="delta")
+        assert [save(), save()] == ["full", "delta"]
 
 
 def what_is_kept(rank: int, folder: Path) -> None:
@@ -255,16 +268,7 @@ def what_is_kept(rank: int, folder: Path) -> None:
 
 def the_ranks_compact(rank: int, folder: Path) -> None:
     """Rank 0 does it; all count from what was compacted, also the rank that has called before."""
-    group_of(rank, 2, folder)
-    state = QueuedState(rank, 2)
-    calls = changes(2)
-    with saver_of(rank, folder / "checkpoints", state) as saver:
-
-        def save() -> Any:
-            change = next(calls)
-            state.apply(change)
-            return saver.save_async(change.step)
-
+    with changed(rank, folder) as (saver, save):
         assert [save().result(WAIT_S_MAX).kind for _ in range(4)] == ["full", *["delta"] * 3]
         dist.barrier()
         saver.compact(4).result(WAIT_S_MAX)
@@ -280,17 +284,8 @@ def the_ranks_compact(rank: int, folder: Path) -> None:
 
 def one_rank_has_not_seen_that_the_parent_is_removed(rank: int, folder: Path) -> None:
     """Because it was removed after its call, say: one save fails on all ranks, and the next one is full."""
-    group_of(rank, 2, folder)
-    state = QueuedState(rank, 2)
-    calls = changes(2)
-    with saver_of(rank, folder / "checkpoints", state, on_busy="wait") as saver:
-
-        def save() -> asyncckpt.SaveResult:
-            change = next(calls)
-            state.apply(change)
-            return saver.save_async(change.step).result(WAIT_S_MAX)
-
-        assert save().kind == "full"
+    with changed(rank, folder, on_busy="wait") as (_, begin):
+        assert begin().result(WAIT_S_MAX).kind == "full"
         dist.barrier()
         if rank == 0:
             (folder / "checkpoints" / "manifests" / "000000000001.json").unlink()
@@ -299,5 +294,5 @@ def one_rank_has_not_seen_that_the_parent_is_removed(rank: int, folder: Path) ->
             if rank == 1:
                 blind.setattr("asyncckpt.engine.features.deltas._look", lambda job, base: base)
             with pytest.raises(ConflictError, match="is not there any more"):
-                save()
-        assert [save().kind, save().kind] == ["full", "delta"]
+                begin().result(WAIT_S_MAX)
+        assert [begin().result(WAIT_S_MAX).kind for _ in range(2)] == ["full", "delta"]

@@ -11,6 +11,7 @@ import torch
 
 import asyncckpt
 from tests.steps.gate import StepGate
+from tests.steps.world import check_swapped
 
 pytestmark = pytest.mark.any_core
 
@@ -84,17 +85,5 @@ def test_one_that_is_swapped_is_watched(tmp_path: Path, mesh: Any, gate: StepGat
         while writes and other._version < parameter._version:
             other.zero_()
     values = parameter.to_local().detach().clone()
-    device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD(module.parameters(), lr=1.0)])
-    with asyncckpt.Saver(path=tmp_path, tensors={"module": module}, device=device) as saver:
-        with gate.held():
-            future = saver.save_async(1)
-            torch.utils.swap_tensors(parameter, other)
-            if writes:
-                with torch.no_grad():
-                    other.mul_(2)
-        if writes:
-            with pytest.raises(asyncckpt.UsageError, match=r"'module\.weight' was changed behind the call"):
-                future.result(60)
-        else:
-            future.result(60)
-            assert torch.equal(asyncckpt.load(tmp_path, step=1)["module"]["weight"].detach(), values)
+    check_swapped(tmp_path, gate, {"module": module}, parameter, other, writes=writes, name="module.weight")
+    assert writes or torch.equal(asyncckpt.load(tmp_path, step=1)["module"]["weight"].detach(), values)

@@ -20,7 +20,7 @@ from asyncckpt.devices import watches
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.staging.pool import pool
 from tests.steps.gate import StepGate, fences_of
-from tests.steps.world import Stepped, load_optimizer
+from tests.steps.world import Stepped, check_swapped, load_optimizer
 
 pytestmark = pytest.mark.any_core
 
@@ -176,20 +176,8 @@ def test_optimizers_like_no_others_may_be_waited_for(
 def test_a_tensor_that_is_swapped_is_watched(tmp_path: Path, gate: StepGate, writes: bool) -> None:
     weight, other = torch.nn.Parameter(torch.arange(300.0)), torch.nn.Parameter(torch.zeros(300))
     values = weight.detach().clone()
-    device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0)])
-    with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device) as saver:
-        with gate.held():
-            future = saver.save_async(1)
-            torch.utils.swap_tensors(weight, other)
-            if writes:
-                with torch.no_grad():
-                    other.mul_(2)
-        if writes:
-            with pytest.raises(asyncckpt.UsageError, match="'weight' was changed behind the call"):
-                future.result(30)
-        else:
-            future.result(30)
-            assert torch.equal(asyncckpt.load(tmp_path, step=1)["weight"].detach(), values)
+    check_swapped(tmp_path, gate, {"weight": weight}, weight, other, writes=writes, name="weight")
+    assert writes or torch.equal(asyncckpt.load(tmp_path, step=1)["weight"].detach(), values)
 
 
 def test_what_a_step_has_left_behind_is_as_it_was(tmp_path: Path, gate: StepGate) -> None:
