@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncckpt.native import cuda, declarations
-from tests.unit.native.headers import INCLUDE, check_arguments, functions_of
+from tests.unit.native.headers import INCLUDE, check_arguments, functions_of, text_of
 
 HEADER = INCLUDE / "asyncckpt_cuda.h"
 VALUES = {
@@ -31,10 +31,20 @@ def allowed(c_type: str) -> list[Any]:
     return exact.get(c_type, [ctypes.c_void_p])
 
 
-def test_same_functions_of(HEADER) -> None:
+def test_same_functions() -> None:
     assert sorted(name for name, _, _ in functions_of(HEADER)) == sorted(cuda.CUDA_FUNCTIONS)
 
 
 @pytest.mark.parametrize(("name", "result", "arguments"), functions_of(HEADER), ids=lambda value: str(value)[:24])
 def test_same_arguments(name: str, result: str, arguments: list[str]) -> None:
     check_arguments(cuda.CUDA_FUNCTIONS[name], result, arguments, allowed)
+
+
+def test_same_constants() -> None:
+    numbers = {name: int(value) for name, value in re.findall(r"(AC_\w+)(?: =)? (\d+)u?", text_of(HEADER))}
+    assert numbers["AC_CUDA_ABI_VERSION"] == cuda.CUDA_ABI_VERSION
+    assert numbers["AC_DEVICE"] == cuda.DEVICE
+
+
+def test_the_status_is_none_of_the_core() -> None:
+    assert max(declarations.OK, declarations.SHORT) < cuda.DEVICE

@@ -86,7 +86,7 @@ def structures() -> dict[str, list[tuple[str, str]]]:
     return {name: re.findall(r"([\w ]+?[ *]+)(\w+(?:\[\d+\])?);", body.replace("\n", " ")) for name, body in found}
 
 
-def test_same_functions_of(HEADER) -> None:
+def test_same_functions() -> None:
     assert sorted(name for name, _, _ in functions_of(HEADER)) == sorted(declarations.FUNCTIONS)
 
 
