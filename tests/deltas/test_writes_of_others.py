@@ -205,7 +205,7 @@ def test_one_warning_names_the_faster_call(table: Table, tmp_path: Path) -> None
         for step in range(6):
             table.embedding.mul_(0.5)
             assert (step < 2) == (not caught), "nothing is lost before an arena could be brought up to date"
-            save(saver, step)
+            saver.save_async(step).result(60)  # The warning names the file that calls.
     found = [warning for warning in caught if "written in place" in str(warning.message)]
     messages = [str(warning.message) for warning in found]
     assert [warning.filename for warning in found] == [__file__]

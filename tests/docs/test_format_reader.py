@@ -19,6 +19,9 @@ import asyncckpt.plan.image
 from tests.chains.model import RandomChain, layer_of, load
 from tests.chains.written import write
 from tests.end_to_end.merged_ranks import as_boxes, save_each
+from tests.worlds.bits import raw_of
+from tests.worlds.directories import flip_byte
+from tests.worlds.rows import columns_of
 
 READER_LINES_MAX = 90
 CHAIN_READER_LINES_MAX = 40
@@ -46,10 +49,6 @@ import json
 import safetensors
 import torch
 import xxhash
-
-from tests.worlds.bits import raw_of
-from tests.worlds.directories import flip_byte
-from tests.worlds.rows import columns_of
 
 
 def digest_of(raw):
