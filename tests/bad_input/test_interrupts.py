@@ -130,22 +130,22 @@ def test_case_107_interrupt_before_the_background_has_the_job(
 
 
 @pytest.mark.parametrize("phase", ["before the commit", "between commit and sync"])
-def test_case_107_108_interrupt_in_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+def test_case_107_108_interrupt_in_the_commit(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     """The commit is the background's: the interruption of the main thread neither undoes it nor leaves it in doubt."""
-    committing, may_go_on = threading.Event(), threading.Event()
     name = "publish" if phase == "before the commit" else "sync"
     real = getattr(Directory, name)
 
     def held(self: Directory, *arguments: Any) -> Any:
         if self.path.name == "manifests" and threading.current_thread() is not threading.main_thread():
-            committing.set()
-            assert may_go_on.wait(DEADLINE_S)
+            gate()
         return real(self, *arguments)
 
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         monkeypatch.setattr(Directory, name, held)
         future = saver.save_async(0)
-        assert committing.wait(DEADLINE_S)
+        assert gate.reached.wait(DEADLINE_S)
         with monkeypatch.context() as patched:
             interrupting_waits(patched, times=1)
             with pytest.raises(KeyboardInterrupt):
@@ -153,7 +153,7 @@ def test_case_107_108_interrupt_in_the_commit(tmp_path: Path, monkeypatch: pytes
         assert future.state == "committing"
         assert future.cancel() is False, "too late"
         assert asyncckpt.list_steps(tmp_path) == ([] if phase == "before the commit" else [0])
-        may_go_on.set()
+        gate.open()
         assert future.result(DEADLINE_S).step == 0
     assert asyncckpt.verify(tmp_path).step == 0
 

@@ -16,6 +16,7 @@ from asyncckpt.storage.directory import Directory
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.test_uploads import marks, open_saver, options
+from tests.worlds.gates import Gate
 
 
 def refuse_data(request: Request) -> Mishap | None:
@@ -39,23 +40,20 @@ def test_what_a_kill_has_kept_from_its_commit_is_not_missed(owner: seaweed.Serve
 def test_another_saver_leaves_the_mark_of_a_commit_under_way(
     proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marked, looked = threading.Event(), threading.Event()
-
-    make_empty = Directory.make_empty
+    gate, make_empty = Gate(), Directory.make_empty
 
     def wait_after_it(self: Directory, name: str) -> None:
         make_empty(self, name)
-        marked.set()
-        assert looked.wait(60)
+        gate()
 
     monkeypatch.setattr(Directory, "make_empty", wait_after_it)
     saver, _ = open_saver(tmp_path, options(url), keep=1)
     proxy.fault = refuse_data
     future = saver.save_async(0)
-    assert marked.wait(60)
+    assert gate.reached.wait(60)
     other, _ = open_saver(tmp_path, options(url))
     other.wait_idle()
-    looked.set()
+    gate.open()
     with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
         future.wait_uploaded()
     assert marks(tmp_path) == [0]

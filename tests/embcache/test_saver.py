@@ -18,6 +18,7 @@ from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport
 from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX, _ExactModesSaver
 from tests.embcache.models import CachedNet, config, image, union
 from tests.worlds.directories import flip_byte
+from tests.worlds.gates import Gate
 from tests.worlds.gates import nothing_in_flight as nothing_in_flight
 
 UsageError, CorruptError = asyncckpt.UsageError, asyncckpt.CorruptError
@@ -277,22 +278,18 @@ class held_background:
     """Nothing gets on in the background within the block."""
 
     def __enter__(self) -> None:
-        import threading
-
         from asyncckpt.engine.process.background import Job, background
 
-        self._open, reached = threading.Event(), threading.Event()
-        gate = self._open
+        self._gate = gate = Gate()
 
         async def wait() -> None:
-            reached.set()
-            assert gate.wait(60)
+            gate()
 
         background.submit(Job(run=wait, fail=lambda error: None))
-        assert reached.wait(60)
+        assert gate.reached.wait(60)
 
     def __exit__(self, *_: object) -> None:
-        self._open.set()
+        self._gate.open()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

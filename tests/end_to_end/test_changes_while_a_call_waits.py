@@ -15,6 +15,7 @@ import torch
 import asyncckpt
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.staging.pool import Arena
+from tests.worlds.gates import Gate
 
 WAIT_S_MAX = 60.0
 SHAPE = 256, 256
@@ -216,20 +217,19 @@ def test_a_plan_of_other_facts_serves_no_later_save(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, tensors={"x": tensor, "n": 1}) as saver:
         for step in range(3):
             saver.save_async(step).result(WAIT_S_MAX)
-        held, may_end = threading.Event(), threading.Event()
+        gate = Gate()
 
         def hold() -> None:
             cut = table.begin_cut()
-            held.set()
-            assert may_end.wait(WAIT_S_MAX)
+            gate()
             tensor.data = torch.full((200_000,), 7.0)
             cut.fence()
             cut.end(False)
 
         other = threading.Thread(target=hold)
         other.start()
-        assert held.wait(WAIT_S_MAX)
-        threading.Timer(0.2, may_end.set).start()
+        assert gate.reached.wait(WAIT_S_MAX)
+        threading.Timer(0.2, gate.open).start()
         with pytest.raises(asyncckpt.UsageError, match="'x' has become another one while the call"):
             saver.save_async(3).result(WAIT_S_MAX)
         other.join()

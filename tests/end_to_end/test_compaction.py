@@ -34,6 +34,7 @@ from asyncckpt.storage.owner_lock import _lock_file
 from tests.end_to_end.chains import TrainingRun
 from tests.end_to_end.state import load_image
 from tests.worlds.directories import document_of, flip_byte, manifest_path
+from tests.worlds.gates import Gate
 from tests.worlds.rows import rows_of
 
 STEPS = [1, 2, 3, 4]
@@ -180,27 +181,31 @@ def test_retention_lets_what_was_folded_go(tmp_path: Path) -> None:
         assert load_image(tmp_path, step) == run.images[step]
 
 
-def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing, enter_state = threading.Event(), threading.Event()
+def do_when_written(monkeypatch: pytest.MonkeyPatch, act: Callable[..., object]) -> None:
+    """Do something when a compaction has written, with what it was called."""
     write = asyncckpt.engine.compact.run_compaction._write
 
-    def held_write(*arguments: Any, **options: Any) -> Any:
+    def write_and_act(*arguments: Any, **options: Any) -> Any:
         written = write(*arguments, **options)
-        writing.set()
-        assert enter_state.wait(60)
+        act(*arguments)
         return written
 
-    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", held_write)
+    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_act)
+
+
+def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    do_when_written(monkeypatch, lambda *_: gate())
     with TrainingRun(tmp_path, keep=100) as run:
         for step in STEPS:
             run.save(step)
         compaction = run.saver.compact()
-        assert writing.wait(60)
+        assert gate.reached.wait(60)
         run.save(5)
         run.save(6, kind="full")
         with pytest.raises(asyncckpt.ConflictError, match="being compacted already"):
             run.saver.compact(4).result(60)
-        enter_state.set()
+        gate.open()
         assert not compaction.result(60).skipped
         run.save(7)
     for step in range(1, 8):
@@ -208,23 +213,11 @@ def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatc
     assert asyncckpt.describe(tmp_path, 4).compacted
 
 
-def lose_when_written(monkeypatch: pytest.MonkeyPatch, lose: Callable[..., object]) -> None:
-    """Let something be lost when a compaction has written, with what it was called."""
-    write = asyncckpt.engine.compact.run_compaction._write
-
-    def write_and_lose(*arguments: Any, **options: Any) -> Any:
-        written = write(*arguments, **options)
-        lose(*arguments)
-        return written
-
-    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_lose)
-
-
 def test_a_step_that_retention_takes_meanwhile_does_not_come_back(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = shards_of(chain.path, 4)
-    lose_when_written(monkeypatch, lambda *_: manifest_path(chain.path, 4).unlink())
+    do_when_written(monkeypatch, lambda *_: manifest_path(chain.path, 4).unlink())
     with pytest.raises(asyncckpt.NotFoundError, match="no checkpoint of step 4"):
         asyncckpt.compact(chain.path, 4)
     assert asyncckpt.list_steps(chain.path) == [1, 2, 3]
@@ -237,7 +230,7 @@ def test_a_folder_that_is_taken_away_is_not_published(chain: Chain, monkeypatch:
     def lose(*arguments: Any) -> None:
         shutil.rmtree(next(path for path in arguments if isinstance(path, Transaction)).place.path)
 
-    lose_when_written(monkeypatch, lose)
+    do_when_written(monkeypatch, lose)
     with pytest.raises(asyncckpt.ConflictError, match="was removed while step 4 was compacted"):
         asyncckpt.compact(chain.path, 4)
     assert files_of(chain.path) == before

@@ -394,8 +394,7 @@ def test_the_end_of_an_update_waits_for_its_use_up_to_a_deadline(
 ) -> None:
     """And Ctrl-C ends the wait."""
     run.save(0)
-    held, may_end = threading.Event(), threading.Event()
-    follower = follow(run)
+    gate, follower = Gate(), follow(run)
 
     async def first() -> asyncckpt.follower.Update:
         return await anext(follower)
@@ -403,13 +402,12 @@ def test_the_end_of_an_update_waits_for_its_use_up_to_a_deadline(
     update = asyncio.run(first())
 
     def read(_: str) -> torch.Tensor:
-        held.set()
-        assert may_end.wait(60)
+        gate()
         return torch.empty(0)
 
     thread = threading.Thread(target=update._read, args=(read, "t"))
     thread.start()
-    assert held.wait(60)
+    assert gate.reached.wait(60)
     try:
         with monkeypatch.context() as patched:
             patched.setattr(asyncckpt.follower, "SAVE_DEADLINE_S", 0.01)
@@ -419,7 +417,7 @@ def test_the_end_of_an_update_waits_for_its_use_up_to_a_deadline(
         with pytest.raises(KeyboardInterrupt):
             update.done()
     finally:
-        may_end.set()
+        gate.open()
         thread.join()
     update.done()
     asyncio.run(follower.aclose())
