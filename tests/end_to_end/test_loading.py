@@ -256,7 +256,7 @@ def test_one_source_for_two_objects(tmp_path: Path) -> None:
     """The object whose own tensor the filter left out keeps what it has; the other one's is read once."""
 
     def filled(value: float) -> Stateful:
-        return Stateful({"tensor": torch.full((1000,), value)})
+        return Stateful({"tensor": torch.full((1000,), value, dtype=torch.float32)})
 
     save_one(tmp_path, tensors={"a": filled(1.0), "b": filled(2.0)})
 
