@@ -18,6 +18,8 @@ import torch
 
 from tests.gpu import device
 from tests.shares import is_drawn
+from tests.worlds.gates import gate as gate
+from tests.worlds.threads import one_thread as one_thread
 
 TESTS = Path(__file__).parent
 # One in so many tests is run, drawn by its name and by the number that tests/shares.py draws by.

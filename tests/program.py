@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from asyncckpt.cli import run
 
@@ -40,3 +43,15 @@ def invoke(*arguments: object) -> Result:
             code = ended.code
     assert isinstance(code, int)
     return Result(code, stdout.getvalue(), stderr.getvalue(), output.getvalue())
+
+
+def answer_of(result: Result) -> Any:
+    """Return what it printed as JSON."""
+    return json.loads(result.stdout)
+
+
+def check_refused(result: Result, code: int, words: str) -> None:
+    """One line, with these words, and nothing else."""
+    assert result.exit_code == code, result.output
+    assert re.search(words, result.stderr), result.stderr
+    assert (result.stdout, result.stderr.count("\n"), "\\n" in result.stderr) == ("", 1, False)

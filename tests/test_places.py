@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ PAGE = TESTS.parent / "CONTRIBUTING.md"
 
 FOLDER_ROW = re.compile(r"^\| `tests/(\w+)/` \|[^|]*\|([^|]*)\|$", re.MULTILINE)
 ROOM = re.compile(r"`(\w+)`")
+CLASS = re.compile(r"class ((?!Test)\w+)")
 
 
 def subjects_of(room: str) -> set[str]:
@@ -48,6 +50,16 @@ def folders_in_table() -> dict[str, set[str]]:
 def rooms() -> set[str]:
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     return folders | {path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+
+
+def classes_named_twice(tests: Path) -> list[str]:
+    """Each with its places. A suite (`Test...`) may be in several files: it is pytest's, and nobody's helper."""
+    places = defaultdict(list)
+    for path in sorted(tests.rglob("*.py")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if found := CLASS.match(line):
+                places[found[1]].append(f"{path.relative_to(tests)}:{number}")
+    return [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
 
 
 def test_unit_tests_are_named_after_files() -> None:
@@ -84,3 +96,14 @@ def test_the_check_sees_a_wrong_name(tmp_path: Path, wrong: str) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert [line.split()[0] for line in misnamed(tmp_path)] == [wrong]
+
+
+def test_one_name_is_of_one_helper_class() -> None:
+    assert classes_named_twice(TESTS) == []
+
+
+def test_the_check_sees_a_class_of_a_name_that_is_taken(tmp_path: Path) -> None:
+    for name, classes in (("a", "World TestGate"), ("b", "TestGate Gate"), ("c", "Gates World")):
+        lines = [f"class {word}:\n    pass" for word in classes.split()]
+        (tmp_path / f"{name}.py").write_text("\n".join(lines), encoding="utf-8")
+    assert classes_named_twice(tmp_path) == ["World: a.py:1, c.py:3"]

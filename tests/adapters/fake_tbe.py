@@ -41,25 +41,25 @@ class Spec:
     cached: bool = False
 
 
-class Stream:
+class FakeTbeStream:
     """A device stream: what is queued happens when it is waited for."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
-        self.waits_for: list[Stream] = []
+        self.waits_for: list[FakeTbeStream] = []
 
     def synchronize(self) -> None:
         while self.queue:
             self.queue.pop(0)()
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: FakeTbeStream) -> None:
         self.waits_for.append(other)
 
 
-class CurrentStream(Stream):
+class CurrentStream(FakeTbeStream):
     """The stream of training: the host does what is queued there at once."""
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: FakeTbeStream) -> None:
         super().wait_stream(other)
         other.synchronize()
 
@@ -92,7 +92,7 @@ class FakeTbe(nn.Module):
         self._make_states()
         self._make_cache(cache_sets, cache_dtype)
         self.register_buffer("iter", torch.zeros(1, dtype=torch.int64), persistent=False)
-        self.prefetch_stream: Stream | None = None
+        self.prefetch_stream: FakeTbeStream | None = None
         self.timesteps_prefetched: list[int] = []
         self.flushes_count = 0
         self.resets_count = 0

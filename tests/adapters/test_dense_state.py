@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 import asyncckpt
 from asyncckpt.adapters import DenseState, dense_state_of, tables_of
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
-from tests.end_to_end.state import bits
+from tests.worlds.bits import bits
 
 
 class Scaled(nn.Embedding):
@@ -28,14 +28,14 @@ class Scaled(nn.Embedding):
         self.norm = nn.LayerNorm(dim)
 
 
-class Counting(nn.Linear):
+class CountingLayer(nn.Linear):
     """A layer with extra state, and a hook that counts its loads."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.steps = 0
         self.loads = 0
-        self.register_load_state_dict_post_hook(Counting.loaded)
+        self.register_load_state_dict_post_hook(CountingLayer.loaded)
 
     def get_extra_state(self) -> dict[str, int]:
         return {"steps": self.steps}
@@ -44,7 +44,7 @@ class Counting(nn.Linear):
         self.steps = state["steps"]
 
     @staticmethod
-    def loaded(module: Counting, incompatible: Any) -> None:
+    def loaded(module: CountingLayer, incompatible: Any) -> None:
         module.loads += 1
 
 
@@ -54,7 +54,7 @@ def make_model(seed: int = 0) -> nn.ModuleDict:
         {
             "user": nn.Embedding(7, 4),
             "item": Scaled(5, 4),
-            "over": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Counting()),
+            "over": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), CountingLayer()),
         }
     )
 

@@ -22,7 +22,7 @@ SCHEMA = TableSchema(
 )
 
 
-class Plain(ExportOnlyTable):
+class WrittenRows(ExportOnlyTable):
     """Its memory is the rows that were written last."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Plain(ExportOnlyTable):
 
 
 def test_cut_is_a_copy_until_the_fence() -> None:
-    table = Plain()
+    table = WrittenRows()
     cut = table.begin_cut()
     table.rows["embedding"].zero_()
     assert (cut.rows_count, cut.runs.tolist()) == (2, [[0, 2]])
@@ -64,7 +64,7 @@ def test_cut_is_a_copy_until_the_fence() -> None:
 
 
 def test_load_changes_nothing_before_its_end() -> None:
-    table = Plain()
+    table = WrittenRows()
     load = table.begin_load(clear=True, rows_count=1, filled=())
     rows = load.insert(torch.tensor([7, 5, 7]))
     assert rows.tolist() == [0, 1, 0]
@@ -78,7 +78,7 @@ def test_load_changes_nothing_before_its_end() -> None:
 
 
 def test_load_that_failed_leaves_the_table_as_it_was() -> None:
-    table = Plain()
+    table = WrittenRows()
     load = table.begin_load(clear=True, rows_count=0, filled=("embedding",))
     load.insert(torch.arange(1, 400))
     load.end(False)
@@ -90,7 +90,7 @@ def test_load_that_failed_leaves_the_table_as_it_was() -> None:
 
 
 def test_merge_keeps_what_is_not_loaded() -> None:
-    table = Plain()
+    table = WrittenRows()
     load = table.begin_load(clear=False, rows_count=1, filled=("embedding",))
     rows = load.insert(torch.tensor([-6, 8]))
     load.column("embedding")[rows] = 0.0
@@ -101,7 +101,7 @@ def test_merge_keeps_what_is_not_loaded() -> None:
 
 
 def test_error_of_writing_reaches_the_caller() -> None:
-    table = Plain()
+    table = WrittenRows()
     table.fails = True
     load = table.begin_load(clear=True, rows_count=0, filled=())
     with pytest.raises(RuntimeError, match="full"):
@@ -110,7 +110,7 @@ def test_error_of_writing_reaches_the_caller() -> None:
 
 
 def test_ids_and_columns_are_checked() -> None:
-    load = Plain().begin_load(clear=True, rows_count=3, filled=())
+    load = WrittenRows().begin_load(clear=True, rows_count=3, filled=())
     with pytest.raises(UnsupportedError, match="no zero"):
         load.insert(torch.tensor([1, 0]))
     with pytest.raises(UsageError, match="ids for table 'plain' have the wrong dtype"):
@@ -139,7 +139,7 @@ def test_a_library_is_called_with_its_device_current(monkeypatch: pytest.MonkeyP
         yield
         current.pop()
 
-    class OnDevice(Plain):
+    class OnDevice(WrittenRows):
         def _export(self) -> Rows:
             assert current == [torch.device("cuda", 1)]
             return super()._export()

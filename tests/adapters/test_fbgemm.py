@@ -15,8 +15,9 @@ from asyncckpt.adapters.fbgemm import KEY_VALUE_TBE
 from asyncckpt.adapters.fbgemm_cache import CachedTable
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import OverlaidCut, Role
-from tests.adapters.fake_tbe import CurrentStream, FakeTbe, OptimType, Spec, Stream
-from tests.end_to_end.state import bits
+from tests.adapters.fake_tbe import CurrentStream, FakeTbe, FakeTbeStream, OptimType, Spec
+from tests.adapters.test_dense_state import saved
+from tests.worlds.bits import bits
 
 HOST = [Spec(6, 4), Spec(9, 2)]
 # Features 0 and 2 share table 1, table 0 has no cache, and table 2 comes first in the cache.
@@ -46,11 +47,6 @@ def live(tbe: FakeTbe) -> Any:
     return bits({name: tensor for name, tensor in [*tbe.named_parameters(), *tbe.named_buffers()]})
 
 
-def save(model: nn.Module, path: Path) -> None:
-    with asyncckpt.Saver(path=path, hashtables=model, tensors={"model": dense_state_of(model)}) as saver:
-        saver.save_async(1).result(60)
-
-
 def load(model: nn.Module, path: Path, **options: Any) -> None:
     asyncckpt.Loader(path, model, {"model": dense_state_of(model)}, **options).load()
 
@@ -61,7 +57,7 @@ def test_round_trip_goes_on_like_an_uninterrupted_run(tmp_path: Path, specs: lis
     features = FEATURES if specs is CACHED else None
     tbe = trained(FakeTbe(specs, optimizer=optimizer, feature_table_map=features))
     expected = image(tbe)
-    save(nn.ModuleDict({"tbe": tbe}), tmp_path)
+    saved(nn.ModuleDict({"tbe": tbe}), tmp_path)
     trained(tbe, range(6, 10))
     fresh = FakeTbe(specs, optimizer=optimizer, feature_table_map=features, seed=5)
     load(nn.ModuleDict({"tbe": fresh}), tmp_path)
@@ -205,13 +201,13 @@ def current(monkeypatch: pytest.MonkeyPatch) -> CurrentStream:
 def test_a_cut_comes_behind_the_prefetch(tmp_path: Path, current: CurrentStream) -> None:
     tbe = trained(cached_tbe())
     expected = image(tbe)
-    tbe.prefetch_stream = Stream()
+    tbe.prefetch_stream = FakeTbeStream()
     for _ in range(3):
         tbe.prefetch(1, [7, 8])
         tbe.prefetch(2, [6, 5])
     assert tbe.prefetch_stream.queue
     assert image(tbe) != expected  # Slots without their weights: what a cut must not see.
-    save(tbe, tmp_path)
+    saved(tbe, tmp_path)
     assert tbe.prefetch_stream in current.waits_for
     fresh = cached_tbe(seed=5)
     load(fresh, tmp_path)
@@ -220,7 +216,7 @@ def test_a_cut_comes_behind_the_prefetch(tmp_path: Path, current: CurrentStream)
 
 def test_prefetches_behind_a_cut_wait_for_its_fence(current: CurrentStream) -> None:
     tbe = trained(cached_tbe())
-    tbe.prefetch_stream = Stream()
+    tbe.prefetch_stream = FakeTbeStream()
     cut = tables_of(tbe)["table_1"].begin_cut()
     assert current not in tbe.prefetch_stream.waits_for
     cut.fence()
@@ -230,15 +226,15 @@ def test_prefetches_behind_a_cut_wait_for_its_fence(current: CurrentStream) -> N
 
 
 def test_a_lost_device_does_not_keep_the_table(current: CurrentStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(stream: Stream, other: Stream) -> None:
+    def lost(stream: FakeTbeStream, other: FakeTbeStream) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     tbe = trained(cached_tbe())
-    tbe.prefetch_stream = Stream()
+    tbe.prefetch_stream = FakeTbeStream()
     table = tables_of(tbe)["table_1"]
     cut = table.begin_cut()
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "wait_stream", lost)
+        patch.setattr(FakeTbeStream, "wait_stream", lost)
         cut.fence()
     table.begin_cut().end(True)
 
@@ -246,7 +242,7 @@ def test_a_lost_device_does_not_keep_the_table(current: CurrentStream, monkeypat
 @pytest.mark.parametrize(("dtype", "exact"), [(torch.float32, True), (torch.float16, False), (torch.bfloat16, False)])
 def test_a_cache_of_more_precision_is_rounded_to_the_nearest(tmp_path: Path, dtype: torch.dtype, exact: bool) -> None:
     tbe = trained(cached_tbe(dtype=dtype))
-    save(tbe, tmp_path)
+    saved(tbe, tmp_path)
     fresh = cached_tbe(dtype=dtype, seed=5)
     load(fresh, tmp_path)
     assert image(fresh) == image(tbe)
@@ -262,7 +258,7 @@ def test_a_quantized_table_behind_a_cache_is_refused() -> None:
 
 def test_a_load_empties_the_cache(tmp_path: Path) -> None:
     tbe = trained(cached_tbe())
-    save(tbe, tmp_path)
+    saved(tbe, tmp_path)
     target = trained(cached_tbe(seed=5), range(3, 9))
     assert target.cached(1)
     load(target, tmp_path)
@@ -272,7 +268,7 @@ def test_a_load_empties_the_cache(tmp_path: Path) -> None:
 
 def test_a_partial_load_keeps_the_newest_values_of_the_rest(tmp_path: Path) -> None:
     """Other columns, other rows and other tables of the TBE are as new as their cached rows were."""
-    save(trained(cached_tbe()), tmp_path)
+    saved(trained(cached_tbe()), tmp_path)
     target = trained(cached_tbe(seed=5), range(3, 9))
     rows = [target.rows_of(t) for t in range(3)]
     assert any(target.cached(t) and not torch.equal(target.split_embedding_weights()[t], rows[t]) for t in (1, 2))
@@ -284,7 +280,7 @@ def test_a_partial_load_keeps_the_newest_values_of_the_rest(tmp_path: Path) -> N
 
 def test_a_load_with_prefetched_batches_is_refused(tmp_path: Path) -> None:
     tbe = trained(cached_tbe())
-    save(tbe, tmp_path)
+    saved(tbe, tmp_path)
     tbe.prefetch(1, [3])
     before = live(tbe)
     with pytest.raises(UsageError, match="a load into a TBE while prefetched batches wait for their forward, found 1"):

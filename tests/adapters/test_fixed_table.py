@@ -17,11 +17,12 @@ from asyncckpt.adapters import FixedTable
 from asyncckpt.errors import DeadlineError, IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import OwnsIds, Role
 from asyncckpt.tables import table_lock
+from tests.worlds.saves import save_one
 
 DIM = 3
 
 
-class Rows:
+class FixedRows:
     """Some tensors of a module, and their table."""
 
     def __init__(self, begin: int = 0, end: int = 10, *, fill: float | None = None, ids_end: int | None = None) -> None:
@@ -45,7 +46,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table_has_the_protocols() -> None:
-    table = Rows(5, 9).table
+    table = FixedRows(5, 9).table
     assert isinstance(table, asyncckpt.table.Table)
     assert isinstance(table, OwnsIds)
     assert (table.name, table.shard, len(table), table.first_id) == ("t1", (0, 1), 4, 5)
@@ -58,7 +59,7 @@ def test_table_has_the_protocols() -> None:
 
 
 def test_cut_shows_the_live_memory() -> None:
-    rows = Rows(5, 9)
+    rows = FixedRows(5, 9)
     cut = rows.table.begin_cut()
     assert (cut.rows_count, cut.runs.tolist()) == (4, [[0, 4]])
     assert cut.column("embedding").data_ptr() == rows.embedding.data_ptr()
@@ -80,7 +81,7 @@ def test_a_parameter_is_shown_without_its_gradient() -> None:
 
 
 def test_a_table_without_rows() -> None:
-    cut = Rows(3, 3).table.begin_cut()
+    cut = FixedRows(3, 3).table.begin_cut()
     assert (cut.rows_count, cut.runs.shape, cut.runs.dtype) == (0, (0, 2), np.int64)
 
 
@@ -91,7 +92,7 @@ def on_another_thread(work: Callable[[], Any]) -> Any:
 
 @pytest.mark.usefixtures("no_patience")
 def test_cuts_and_loads_exclude_each_other() -> None:
-    table = Rows().table
+    table = FixedRows().table
     uses: list[Callable[[], object]] = [
         table.begin_cut,
         lambda: table.begin_load(clear=False, rows_count=0),
@@ -112,7 +113,7 @@ def test_cuts_and_loads_exclude_each_other() -> None:
 
 
 def test_load_writes_the_live_memory() -> None:
-    rows = Rows(5, 9, fill=0.0)
+    rows = FixedRows(5, 9, fill=0.0)
     load = rows.table.begin_load(clear=True, rows_count=4)
     found = load.insert(torch.tensor([8, 5]))
     assert (found.dtype, found.tolist()) == (torch.int64, [3, 0])
@@ -128,7 +129,7 @@ def test_load_writes_the_live_memory() -> None:
 
 @pytest.mark.parametrize("bad", [4, 9, -1, 2**62])
 def test_ids_outside_of_the_range_are_refused(bad: int) -> None:
-    load = Rows(5, 9).table.begin_load(clear=False, rows_count=2)
+    load = FixedRows(5, 9).table.begin_load(clear=False, rows_count=2)
     message = rf"id {bad} does not belong to table 't1', expected an id of FixedTable\('t1', ids \[5, 9\)\)"
     with pytest.raises(UsageError, match=message):
         load.insert(torch.tensor([5, bad]))
@@ -137,13 +138,12 @@ def test_ids_outside_of_the_range_are_refused(bad: int) -> None:
 
 def test_ids_are_owned_by_range() -> None:
     ids = np.array([4, 5, 8, 9, -5, 2**63 - 1, -(2**63)], dtype=np.int64)
-    assert Rows(5, 9).table.owned(ids).tolist() == [False, True, True, False, False, False, False]
+    assert FixedRows(5, 9).table.owned(ids).tolist() == [False, True, True, False, False, False, False]
 
 
 def test_a_load_that_would_leave_rows_of_another_step_is_refused(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": Rows(0, 6).table}) as saver:
-        saver.save(1)
-    target = Rows(0, 10, fill=-1.0)
+    save_one(tmp_path, hashtables={"t": FixedRows(0, 6).table})
+    target = FixedRows(0, 10, fill=-1.0)
     message = "the checkpoint holds too few of the rows of table 't1', which cannot be emptied, found 6, expected 10"
     with pytest.raises(IncompatibleError, match=message):
         asyncckpt.Loader(tmp_path, {"t": target.table}).load()
@@ -154,18 +154,16 @@ def test_a_load_that_would_leave_rows_of_another_step_is_refused(tmp_path: Path)
 
 @pytest.mark.parametrize("verify", [True, "before"])
 def test_ranges_load_from_a_whole_and_a_whole_from_ranges(tmp_path: Path, verify: bool | str) -> None:
-    whole = Rows(0, 11)
-    with asyncckpt.Saver(path=tmp_path / "whole", hashtables={"t": whole.table}) as saver:
-        saver.save_async(1).result(60)
-    parts = [Rows(0, 6, fill=-1.0, ids_end=11), Rows(6, 11, fill=-1.0)]
+    whole = FixedRows(0, 11)
+    save_one(tmp_path / "whole", staged=True, hashtables={"t": whole.table})
+    parts = [FixedRows(0, 6, fill=-1.0, ids_end=11), FixedRows(6, 11, fill=-1.0)]
     for part in parts:
         report = asyncckpt.Loader(tmp_path / "whole", {"t": part.table}, verify=verify).load()  # type: ignore[arg-type]
         assert report.rows == {"t": len(part.table)}
     assert [*parts[0].values(), *parts[1].values()] == whole.values()
     tables, alone = {"a": parts[0].table, "b": parts[1].table}, asyncckpt.RankOptions(alone=True)
-    with asyncckpt.Saver(path=tmp_path / "parts", hashtables=tables, ranks=alone) as saver:
-        saver.save_async(1).result(60)
-    target = Rows(0, 11, fill=-1.0)
+    save_one(tmp_path / "parts", staged=True, hashtables=tables, ranks=alone)
+    target = FixedRows(0, 11, fill=-1.0)
     columns = ["id", "embedding", "momentum1"]
     both = {"t": {"a": columns, "b": columns}}
     asyncckpt.Loader(tmp_path / "parts", {"t": target.table}, filter_func=lambda info: both).load()
@@ -178,10 +176,9 @@ def test_a_checkpoint_of_another_size_is_refused_before_any_change(
 ) -> None:
     first = asyncckpt.HashTable("first", DIM)
     first.insert(torch.tensor([7]), torch.ones(1, DIM))
-    with asyncckpt.Saver(path=tmp_path, hashtables={"first": first, "t": Rows(0, rows_count).table}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"first": first, "t": FixedRows(0, rows_count).table})
     first.insert(torch.tensor([8]), torch.ones(1, DIM))
-    target = Rows(fill=-1.0)
+    target = FixedRows(fill=-1.0)
     with pytest.raises(IncompatibleError, match=message):
         asyncckpt.Loader(tmp_path, {"first": first, "t": target.table}).load()
     assert sorted(first.ids().tolist()) == [7, 8]
@@ -191,16 +188,15 @@ def test_a_checkpoint_of_another_size_is_refused_before_any_change(
 
 
 def test_columns_that_are_not_loaded_stay(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": Rows().table}) as saver:
-        saver.save(1)
-    target = Rows(fill=-1.0)
+    save_one(tmp_path, hashtables={"t": FixedRows().table})
+    target = FixedRows(fill=-1.0)
     asyncckpt.Loader(tmp_path, {"t": target.table}, filter_func=lambda info: {"t": {"t": ["id", "embedding"]}}).load()
     assert target.embedding[:, 0].tolist() == list(range(10))
     assert target.momentum1.tolist() == [-10.0] * 10
 
 
 def test_a_module_that_was_resized_is_refused(tmp_path: Path) -> None:
-    rows = Rows()
+    rows = FixedRows()
     rows.embedding = torch.zeros(11, DIM)
     with pytest.raises(UsageError, match=r"columns of table 't1' do not fit its schema.*tables_of again"):
         rows.table.begin_cut()

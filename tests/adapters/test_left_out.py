@@ -20,9 +20,10 @@ from asyncckpt.adapters import dense_state_of, tables_of
 from asyncckpt.tables import left_out
 from asyncckpt.tables.left_out import tables_left_out
 from asyncckpt.trainer_state import TrainerState
+from tests.worlds.saves import save_one
 
 
-class Model(torch.nn.Module):
+class ModelOfTables(torch.nn.Module):
     """Holds tables in the ways people do: in a module, as an attribute, in a list and in a mapping."""
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Model(torch.nn.Module):
 
 
 def test_a_module_among_the_tensors_needs_its_tables(tmp_path: Path) -> None:
-    model = Model()
+    model = ModelOfTables()
     for state in ({"model": model}, {"state": {"models": [model]}}):
         with pytest.raises(asyncckpt.UsageError, match="tables of a module would not be saved") as caught:
             asyncckpt.Saver(path=tmp_path, tensors=state)
@@ -54,14 +55,12 @@ def test_a_module_among_the_tensors_needs_its_tables(tmp_path: Path) -> None:
     del tables["plain"]
     with pytest.raises(asyncckpt.UsageError, match=r"not be saved: model\.plain \(table 'plain'\)"):
         asyncckpt.Saver(path=tmp_path, hashtables=tables, tensors={"model": model})
-    with asyncckpt.Saver(path=tmp_path, hashtables=model.by_hand(), tensors={"model": model}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables=model.by_hand(), tensors={"model": model})
 
 
 def test_what_asks_for_dense_state_gets_it(tmp_path: Path) -> None:
-    model = Model()
-    with asyncckpt.Saver(path=tmp_path, tensors={"model": dense_state_of(model)}) as saver:
-        saver.save(1)
+    model = ModelOfTables()
+    save_one(tmp_path, tensors={"model": dense_state_of(model)})
     state = model.state_dict()
     within: dict[str, Any] = {
         "state": state,
@@ -74,11 +73,10 @@ def test_what_asks_for_dense_state_gets_it(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_that_was_loaded_still_says_its_tables(tmp_path: Path) -> None:
-    model = Model()
+    model = ModelOfTables()
     model._version = 7  # type: ignore[assignment]
-    with asyncckpt.Saver(path=tmp_path, hashtables=model.by_hand(), tensors={"model": model}) as saver:
-        saver.save(1)
-    target = Model()
+    save_one(tmp_path, hashtables=model.by_hand(), tensors={"model": model})
+    target = ModelOfTables()
     state: Any = target.state_dict()
     asyncckpt.Loader(tmp_path, hashtables=target.by_hand(), tensors={"model": state}).load()
     assert state._metadata[""] == {"version": 7}
@@ -87,7 +85,7 @@ def test_a_state_dict_that_was_loaded_still_says_its_tables(tmp_path: Path) -> N
 
 
 def test_the_tables_of_a_module_are_all_of_them() -> None:
-    model = Model()
+    model = ModelOfTables()
     with pytest.raises(asyncckpt.UsageError, match=r"plain \(table 'plain'\)"):
         tables_of(model)
     del model.plain, model.listed, model.named
@@ -151,8 +149,7 @@ def test_tables_are_found_wherever_a_module_holds_them(tmp_path: Path, place: st
     with pytest.raises(asyncckpt.UsageError) as caught:
         asyncckpt.Saver(path=tmp_path, tensors={"model": module})
     assert caught.value.found == f"model.{place} (table 'hidden')"
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, tensors={"model": module}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"t": table}, tensors={"model": module})
 
 
 def test_private_containers_of_a_module_are_looked_at() -> None:
@@ -243,8 +240,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 def test_no_code_of_an_attribute_runs(tmp_path: Path, what: str) -> None:
     module = Holder([HOSTILE[what]()])
     vars(module)["other"] = HOSTILE[what]()  # torch itself asks some of them for too much.
-    with asyncckpt.Saver(path=tmp_path, tensors={"model": module}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"model": module})
     module.more = [HOSTILE[what](), table_named()]  # type: ignore[assignment]
     assert tables_left_out(module, ()) == ("more.1 (table 'hidden')",)
 
@@ -289,8 +285,7 @@ def test_a_load_needs_the_tables_too(tmp_path: Path) -> None:
         torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1)) for _ in "ab"
     )
     model(torch.arange(5))
-    with asyncckpt.Saver(path=tmp_path / "both", hashtables={"t": model[0].table}, tensors={"model": model}) as saver:
-        saver.save(1)
+    save_one(tmp_path / "both", hashtables={"t": model[0].table}, tensors={"model": model})
     before = other[1].weight.clone()
     with pytest.raises(
         asyncckpt.IncompatibleError, match=r"model\.0\.table \(table 'user'\) would not be loaded.*\['t'\]"
@@ -307,16 +302,14 @@ def test_a_checkpoint_without_tables_loads_into_a_module_that_has_some(tmp_path:
     model, other = (
         torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1)) for _ in "ab"
     )
-    with asyncckpt.Saver(path=tmp_path, tensors={"model": dict(model.state_dict())}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"model": dict(model.state_dict())})
     asyncckpt.Loader(tmp_path, tensors={"model": other}).load()
     assert torch.equal(other[1].weight, model[1].weight)
 
 
 def test_a_follower_needs_the_tables_too(tmp_path: Path) -> None:
     model = torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1))
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": model[0].table}, tensors={"model": model}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"t": model[0].table}, tensors={"model": model})
 
     async def load() -> None:
         async for update in asyncckpt.follow(tmp_path, until=1):

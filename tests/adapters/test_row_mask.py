@@ -16,7 +16,7 @@ from asyncckpt.errors import DeviceError
 CPU = torch.device("cpu")
 
 
-class FakeStream:
+class NotingStream:
     """Notes what it is given to do; an event is the number of things before it."""
 
     def __init__(self, name: str) -> None:
@@ -30,26 +30,26 @@ class FakeStream:
         self.done.append(("wait", event))
 
 
-class FakeCuda:
+class CudaAtOnce:
     """torch.cuda, whose work is done at once."""
 
     def __init__(self) -> None:
-        self.streams = [FakeStream("training")]
+        self.streams = [NotingStream("training")]
 
-    def current_stream(self, device: torch.device) -> FakeStream:
+    def current_stream(self, device: torch.device) -> NotingStream:
         return self.streams[-1]
 
-    def Stream(self, device: torch.device) -> FakeStream:
-        return FakeStream("own")
+    def Stream(self, device: torch.device) -> NotingStream:
+        return NotingStream("own")
 
     @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
+    def stream(self, stream: NotingStream) -> Iterator[None]:
         self.streams.append(stream)
         yield
         self.streams.pop()
 
 
-@pytest.mark.parametrize("make", [row_mask, lambda count, device: CudaRowMask(count, device, cuda=FakeCuda())])
+@pytest.mark.parametrize("make", [row_mask, lambda count, device: CudaRowMask(count, device, cuda=CudaAtOnce())])
 @pytest.mark.parametrize("part_rows", [3, 1000])
 def test_marked_rows_come_ascending_and_once(monkeypatch: pytest.MonkeyPatch, make: Any, part_rows: int) -> None:
     monkeypatch.setattr(row_mask_module, "PART_ROWS", part_rows)
@@ -62,16 +62,16 @@ def test_marked_rows_come_ascending_and_once(monkeypatch: pytest.MonkeyPatch, ma
 
 
 def test_marks_and_reading_come_one_behind_the_other() -> None:
-    cuda = FakeCuda()
+    cuda = CudaAtOnce()
     mask = CudaRowMask(4, CPU, cuda=cuda)
-    training, other = cuda.streams[0], FakeStream("other")
+    training, other = cuda.streams[0], NotingStream("other")
     mask.mark(torch.tensor([1]))
     with cuda.stream(other):
         mask.mark(torch.tensor([2]))
     assert training.done == [("wait", ("training", 0))]  # For the zeros.
     assert other.done == [("wait", ("training", 1))]
     training.done.append("a backward, which is not waited for")
-    opened: list[FakeStream] = []
+    opened: list[NotingStream] = []
     make_stream = cuda.Stream
     cuda.Stream = lambda device: opened.append(make_stream(device)) or opened[-1]  # type: ignore[method-assign, func-returns-value]
     assert mask.take().tolist() == [1, 2]
@@ -79,9 +79,9 @@ def test_marks_and_reading_come_one_behind_the_other() -> None:
 
 
 def test_a_device_that_fails_is_told_of() -> None:
-    class Lost(FakeCuda):
+    class Lost(CudaAtOnce):
         @contextmanager
-        def stream(self, stream: FakeStream) -> Iterator[None]:
+        def stream(self, stream: NotingStream) -> Iterator[None]:
             yield
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

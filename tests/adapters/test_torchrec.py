@@ -15,6 +15,7 @@ from asyncckpt.adapters import FixedTable, dense_state_of, tables_of
 from asyncckpt.adapters.torchrec import PLAIN_COLLECTIONS, SHARDED_COLLECTIONS
 from asyncckpt.errors import UnsupportedError, UsageError
 from tests.adapters.fake_tbe import FakeTbe, Spec
+from tests.worlds.saves import save_one
 
 
 def named(qualified: str, base: type) -> type:
@@ -59,7 +60,7 @@ class Kernel(nn.Module):
         self._emb_module = tbe if tbe is not None else FakeTbe(specs)
 
 
-class Lookup(nn.Module):
+class Kernels(nn.Module):
     def __init__(self, *kernels: Kernel) -> None:
         super().__init__()
         self._emb_modules = nn.ModuleList(kernels)
@@ -98,9 +99,9 @@ def test_names_and_ids_say_what_is_here(kind: int) -> None:
     row_wise = Kernel([config("t3", 11, 4, (6, 0, 5, 4))])
     column_wise = Kernel([config("t4", 9, 8, (0, 0, 9, 4)), config("t4", 9, 8, (0, 4, 9, 4))])
     grid = Kernel([config("t5", 8, 8, (4, 4, 4, 4))])
-    replicated = nn.DataParallel(Lookup(Kernel([config("t6", 3, 2, None)])))
+    replicated = nn.DataParallel(Kernels(Kernel([config("t6", 3, 2, None)])))
     model = nn.ModuleDict(
-        {"ebc": sharded(Lookup(table_wise, row_wise), Lookup(column_wise, grid), Lookup(), replicated, kind=kind)}
+        {"ebc": sharded(Kernels(table_wise, row_wise), Kernels(column_wise, grid), Kernels(), replicated, kind=kind)}
     )
     assert {name: ids_of(table) for name, table in tables_of(model).items()} == {
         "ebc.t1": (0, 10),
@@ -116,10 +117,9 @@ def test_names_and_ids_say_what_is_here(kind: int) -> None:
 
 
 def test_a_row_wise_shard_takes_its_rows_from_a_whole_table(tmp_path: Path) -> None:
-    whole = sharded(Lookup(Kernel([config("t3", 11, 4, (0, 0, 11, 4))])))
-    with asyncckpt.Saver(path=tmp_path, hashtables=whole) as saver:
-        saver.save(1)
-    parts = [sharded(Lookup(Kernel([config("t3", 11, 4, (row, 0, rows, 4))]))) for row, rows in ((0, 6), (6, 5))]
+    whole = sharded(Kernels(Kernel([config("t3", 11, 4, (0, 0, 11, 4))])))
+    save_one(tmp_path, hashtables=whole)
+    parts = [sharded(Kernels(Kernel([config("t3", 11, 4, (row, 0, rows, 4))]))) for row, rows in ((0, 6), (6, 5))]
     for part in parts:
         part._lookups[0]._emb_modules[0]._emb_module.weights_host.data.zero_()
         asyncckpt.Loader(tmp_path, part).load()
@@ -130,10 +130,8 @@ def test_a_row_wise_shard_takes_its_rows_from_a_whole_table(tmp_path: Path) -> N
 def test_kernels_without_rows_in_memory_are_refused() -> None:
     ssd = type("SSDTableBatchedEmbeddingBags", (nn.Module,), {})()
     ssd.split_embedding_weights = lambda: []
-    with pytest.raises(
-        UnsupportedError, match=r"embedding kernel of tables \['ebc.t1'\] is not supported, found a SSD"
-    ):
-        tables_of(nn.ModuleDict({"ebc": sharded(Lookup(Kernel([config("t1", 3, 2, None)], tbe=ssd)))}))
+    with pytest.raises(UnsupportedError, match="is not supported, found a SSD"):
+        tables_of(nn.ModuleDict({"ebc": sharded(Kernels(Kernel([config("t1", 3, 2, None)], tbe=ssd)))}))
     with pytest.raises(UnsupportedError, match="a lookup of a sharded module has no kernels, found a Linear"):
         tables_of(sharded(nn.Linear(1, 1)))
 
@@ -141,10 +139,10 @@ def test_kernels_without_rows_in_memory_are_refused() -> None:
 def test_one_name_in_two_kernels_is_refused() -> None:
     kernels = [Kernel([config("t1", 3, 2, None)]) for _ in range(2)]
     with pytest.raises(UsageError, match=r"two kernels of sharded module 'ebc' hold a table 'ebc.t1'"):
-        tables_of(nn.ModuleDict({"ebc": sharded(Lookup(*kernels))}))
+        tables_of(nn.ModuleDict({"ebc": sharded(Kernels(*kernels))}))
 
 
-class Plain(nn.Module):
+class Bags(nn.Module):
     def __init__(self, holder: str) -> None:
         super().__init__()
         setattr(self, holder, nn.ModuleDict({"t1": nn.EmbeddingBag(5, 2), "t2": nn.EmbeddingBag(3, 4)}))
@@ -153,13 +151,12 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize(("qualified", "holder"), PLAIN_COLLECTIONS.items(), ids=["bags", "rows"])
 def test_plain_collections(tmp_path: Path, qualified: str, holder: str) -> None:
-    kind = named(qualified, Plain)
+    kind = named(qualified, Bags)
     model, fresh = nn.Sequential(nn.Linear(2, 2), kind(holder)), nn.Sequential(nn.Linear(2, 2), kind(holder))
     assert list(tables_of(model)) == ["1.t1", "1.t2"]
     assert list(tables_of(model[1])) == ["t1", "t2"]
     assert list(dense_state_of(model)["module"].state_dict()) == ["0.weight", "0.bias", "1.extra"]
-    with asyncckpt.Saver(path=tmp_path, hashtables=model, tensors={"model": dense_state_of(model)}) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, hashtables=model, tensors={"model": dense_state_of(model)})
     asyncckpt.Loader(tmp_path, fresh, {"model": dense_state_of(fresh)}).load()
     for name, tensor in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name

@@ -14,7 +14,7 @@ import asyncckpt
 from asyncckpt.adapters import dense_state_of
 from asyncckpt.errors import IncompatibleError
 from asyncckpt.modules.zch import MCH_KINDS, ZchHistory
-from tests.end_to_end.state import bits
+from tests.worlds.bits import bits
 
 ROWS = 6
 

@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import sentinels
 from crafted import Crafted
-from gate import Gate
 from round_trip import Save
 
 import asyncckpt
-from asyncckpt.engine.process.save_lock import save_lock
+from tests.worlds.gates import Gate
+from tests.worlds.gates import nothing_in_flight as nothing_in_flight
 
 
 @pytest.fixture(scope="session")
@@ -45,23 +45,9 @@ def save(request: pytest.FixtureRequest, tmp_path: Path) -> Save:
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate()
-    yield made
-    made.may_go_on.set()
-
-
-@pytest.fixture
 def saver(tmp_path: Path, gate: Gate) -> Iterator[asyncckpt.Saver]:
     """A Saver whose saves wait at the gate."""
     made = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.arange(5.0)}, filter_func=gate)
     yield made
-    gate.may_go_on.set()
+    gate.open()
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_in_flight() -> Iterator[None]:
-    """Whatever went wrong in a test, the next save and load of the process may begin."""
-    yield
-    assert save_lock.in_flight() == []

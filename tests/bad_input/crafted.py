@@ -6,6 +6,7 @@ behind the digests are reached.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -145,3 +146,16 @@ def picture(root: Path) -> dict[str, tuple[object, ...]]:
             facts = (status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, content)
             found[str(path.relative_to(root))] = facts
     return found
+
+
+def with_nonsense(sound: Document) -> Iterator[tuple[tuple[Any, ...], Document]]:
+    """Yield a manifest for every field and every wrong type: where it is in the document, and that."""
+    for path in [path for path in places(sound) if path != ("digest",)]:
+        for nonsense in NONSENSE:
+            document = copy.deepcopy(sound)
+            inner: Any = document
+            for key in path[:-1]:
+                inner = inner[key]
+            if json.dumps(inner[path[-1]]) != json.dumps(nonsense):
+                inner[path[-1]] = nonsense
+                yield path, document

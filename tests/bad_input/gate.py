@@ -5,30 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import asyncckpt
-
 DEADLINE_S = 60
-
-
-class Gate:
-    """A filter that holds a save until it may go on."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.may_go_on = threading.Event()
-
-    def __call__(self, blocks: Any) -> Any:
-        self.reached.set()
-        assert self.may_go_on.wait(DEADLINE_S)
-        return blocks
 
 
 def failing(blocks: Any) -> Any:
     raise ValueError("my reason")
-
-
-async def wait_for(future: asyncckpt.SaveFuture) -> asyncckpt.SaveResult:
-    return await future
 
 
 def await_end_of_threads() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import asyncckpt
+from tests.worlds.bits import raw_of
 
 Save = Callable[..., asyncckpt.SaveResult]
 
@@ -19,12 +20,7 @@ def loaded(root: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     return target
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-
-
 def assert_round_trip(save: Save, root: Path, **state: torch.Tensor) -> None:
-    wanted = {name: bits(value) for name, value in state.items()}
+    wanted = {name: raw_of(value) for name, value in state.items()}
     save(state)
-    assert {name: bits(value) for name, value in loaded(root, state).items()} == wanted
+    assert {name: raw_of(value) for name, value in loaded(root, state).items()} == wanted

@@ -6,31 +6,27 @@ is touched, and the chain is printed.
 
 from __future__ import annotations
 
-import copy
 import itertools
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from crafted import NONSENSE, Crafted, Document, block, picture, places
+from crafted import Crafted, Document, block, picture, with_nonsense
 
 import asyncckpt
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.root import CheckpointRoot
-from tests.chains.model import DIM, layer_of, load, new_table, rows_of
+from tests.chains.model import DIM, layer_of, load, new_table, row
 from tests.chains.written import Written, write
+from tests.worlds.directories import flip_byte
+from tests.worlds.rows import rows_of
 
 CorruptError, IncompatibleError = asyncckpt.CorruptError, asyncckpt.IncompatibleError
 STEPS = (100, 120, 125, 130)
 SHOWN = "chain 130 -> 125 -> 120 -> 100 (full)"
 Chain = dict[int, Written]
-
-
-def row(value: float) -> tuple[float, ...]:
-    return (value,) * (DIM + 1)
 
 
 def write_delta(root: Path, step: int, parent: Written) -> Written:
@@ -99,9 +95,7 @@ def test_case_045_data_of_a_parent_is_missing(chain: Chain, step: int) -> None:
 
 @pytest.mark.parametrize("step", STEPS[:-1])
 def test_case_045_parent_is_damaged(chain: Chain, step: int) -> None:
-    raw = bytearray(chain[step].manifest.read_bytes())
-    raw[40] ^= 1
-    chain[step].manifest.write_bytes(raw)
+    flip_byte(chain[step].manifest, 40)
     broken(chain, f"its parent step {step} is damaged: manifest '{chain[step].manifest.name}'", SHOWN)
 
 
@@ -436,19 +430,11 @@ def test_case_045_every_field_replaced_by_every_wrong_type(rich: Crafted) -> Non
     sound = rich.document()
     accepted = set()
     with CheckpointRoot.for_reading(rich.root) as root:
-        for path in [path for path in places(sound) if path != ("digest",)]:
-            for nonsense in NONSENSE:
-                document = copy.deepcopy(sound)
-                inner: Any = document
-                for key in path[:-1]:
-                    inner = inner[key]
-                if json.dumps(inner[path[-1]]) == json.dumps(nonsense):
-                    continue
-                inner[path[-1]] = nonsense
-                rich.write(document)
-                try:
-                    read_chain(root, rich.step)
-                except asyncckpt.CheckpointError:
-                    continue
-                accepted.add(next(key for key in reversed(path) if isinstance(key, str)))
+        for path, document in with_nonsense(sound):
+            rich.write(document)
+            try:
+                read_chain(root, rich.step)
+            except asyncckpt.CheckpointError:
+                continue
+            accepted.add(next(key for key in reversed(path) if isinstance(key, str)))
     assert accepted == FREE

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from gate import DEADLINE_S, Gate, await_end_of_threads, failing, wait_for
+from gate import DEADLINE_S, await_end_of_threads, failing
 
 import asyncckpt
 from asyncckpt import signals
 from asyncckpt.storage.directory import Directory
+from tests.worlds.gates import Gate
+from tests.worlds.threads import awaited
 
 UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
 IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
@@ -53,7 +55,7 @@ def test_case_107_interrupt_in_a_blocking_save_ends_it(
     with monkeypatch.context() as patched:
         interrupting_waits(patched, times=1, after=gate.reached)
         real = asyncckpt.SaveFuture.cancel
-        patched.setattr(asyncckpt.SaveFuture, "cancel", lambda self: (real(self), gate.may_go_on.set())[0])
+        patched.setattr(asyncckpt.SaveFuture, "cancel", lambda self: (real(self), gate.open())[0])
         with pytest.raises(KeyboardInterrupt):
             saver.save(0)
     saver.wait_idle(0)
@@ -71,7 +73,7 @@ def test_case_107_second_interrupt_does_not_wait(
             saver.save(0)
     with pytest.raises(SaveInProgressError, match="save of step 0"):
         saver.save_async(1)
-    gate.may_go_on.set()
+    gate.open()
     assert saver.save_async(1, on_busy="wait").result(DEADLINE_S).step == 1
     assert asyncckpt.list_steps(tmp_path) == [1]
 
@@ -87,7 +89,7 @@ def test_case_107_tables_wait_for_a_save_that_two_interrupts_left(
             interrupting_waits(patched, times=2, after=gate.reached)
             with pytest.raises(KeyboardInterrupt):
                 saver.save(0)
-        threading.Timer(0.05, gate.may_go_on.set).start()
+        threading.Timer(0.05, gate.open).start()
         assert (table.lookup(torch.arange(4), insert=False) >= 0).all()
 
 
@@ -103,7 +105,7 @@ def test_case_107_interrupt_in_a_wait_leaves_the_save_alone(
     assert future.state in ("staged", "filtering")
     with pytest.raises(UsageError, match="is closed"):
         saver.save_async(1)
-    gate.may_go_on.set()
+    gate.open()
     saver.close()  # Again, to the end.
     assert future.result(0).step == 0
     assert asyncckpt.list_steps(tmp_path) == [0]
@@ -113,7 +115,7 @@ def test_case_107_interrupt_before_the_background_has_the_job(
     tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its thread is being started, for example."""
-    gate.may_go_on.set()
+    gate.open()
 
     def interrupted(thread: threading.Thread) -> None:
         raise KeyboardInterrupt
@@ -128,22 +130,22 @@ def test_case_107_interrupt_before_the_background_has_the_job(
 
 
 @pytest.mark.parametrize("phase", ["before the commit", "between commit and sync"])
-def test_case_107_108_interrupt_in_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+def test_case_107_108_interrupt_in_the_commit(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     """The commit is the background's: the interruption of the main thread neither undoes it nor leaves it in doubt."""
-    committing, may_go_on = threading.Event(), threading.Event()
     name = "publish" if phase == "before the commit" else "sync"
     real = getattr(Directory, name)
 
     def held(self: Directory, *arguments: Any) -> Any:
         if self.path.name == "manifests" and threading.current_thread() is not threading.main_thread():
-            committing.set()
-            assert may_go_on.wait(DEADLINE_S)
+            gate()
         return real(self, *arguments)
 
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         monkeypatch.setattr(Directory, name, held)
         future = saver.save_async(0)
-        assert committing.wait(DEADLINE_S)
+        assert gate.reached.wait(DEADLINE_S)
         with monkeypatch.context() as patched:
             interrupting_waits(patched, times=1)
             with pytest.raises(KeyboardInterrupt):
@@ -151,7 +153,7 @@ def test_case_107_108_interrupt_in_the_commit(tmp_path: Path, monkeypatch: pytes
         assert future.state == "committing"
         assert future.cancel() is False, "too late"
         assert asyncckpt.list_steps(tmp_path) == ([] if phase == "before the commit" else [0])
-        may_go_on.set()
+        gate.open()
         assert future.result(DEADLINE_S).step == 0
     assert asyncckpt.verify(tmp_path).step == 0
 
@@ -182,15 +184,15 @@ def test_case_108_commit_that_cannot_be_confirmed_is_resolvable(
 def test_case_110_loop_closed_while_it_waits(tmp_path: Path, saver: asyncckpt.Saver, gate: Gate) -> None:
     loop = asyncio.new_event_loop()
     future = saver.save_async(0)
-    waiting = loop.create_task(wait_for(future))
+    waiting = loop.create_task(awaited(future))
     loop.run_until_complete(asyncio.sleep(0))
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         loop.run_until_complete(waiting)
-    abandoned = loop.create_task(wait_for(future))
+    abandoned = loop.create_task(awaited(future))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    gate.may_go_on.set()
+    gate.open()
     assert future.result(DEADLINE_S).step == 0
     assert not abandoned.done()
     abandoned.get_coro().close()  # type: ignore[union-attr]
@@ -200,10 +202,10 @@ def test_case_110_loop_closed_while_it_waits(tmp_path: Path, saver: asyncckpt.Sa
 async def test_case_110_time_out_of_an_await(saver: asyncckpt.Saver, gate: Gate) -> None:
     future = saver.save_async(0)
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(wait_for(future), 0.01)
+        await asyncio.wait_for(awaited(future), 0.01)
     assert not future.done()
     assert future.state in ("staged", "filtering")
-    gate.may_go_on.set()
+    gate.open()
     assert (await future).step == 0
 
 
@@ -215,19 +217,19 @@ async def test_case_110_error_after_a_cancelled_await_is_not_lost(tmp_path: Path
         return failing(blocks)
 
     saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=fail_at_the_gate)
-    task = asyncio.ensure_future(wait_for(saver.save_async(0)))
+    task = asyncio.ensure_future(awaited(saver.save_async(0)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    gate.may_go_on.set()
+    gate.open()
     with pytest.raises(FilterError, match="my reason"):
         await asyncio.to_thread(saver.close)
 
 
 async def test_case_110_awaited_in_another_loop(saver: asyncckpt.Saver, gate: Gate) -> None:
     future = saver.save_async(0)
-    elsewhere = asyncio.to_thread(lambda: asyncio.run(wait_for(future)))
+    elsewhere = asyncio.to_thread(lambda: asyncio.run(awaited(future)))
     task = asyncio.ensure_future(elsewhere)
-    gate.may_go_on.set()
+    gate.open()
     assert (await future).step == (await task).step == 0

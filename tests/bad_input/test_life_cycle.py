@@ -9,17 +9,20 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gate import DEADLINE_S, Gate, await_end_of_threads, failing, wait_for
+from gate import DEADLINE_S, await_end_of_threads, failing
 
 import asyncckpt
 from asyncckpt.commit import retention
 from asyncckpt.engine.process import background as background_module
 from asyncckpt.engine.save import run_save as save_job
+from tests.worlds.gates import Gate
+from tests.worlds.threads import awaited
 
 UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
 IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
@@ -72,7 +75,7 @@ def test_case_111_calls_in_a_callback(tmp_path: Path, gate: Gate, saver: asyncck
         done.set()
 
     saver.save_async(0).add_done_callback(callback)
-    gate.may_go_on.set()
+    gate.open()
     assert done.wait(DEADLINE_S)
     assert answers["inner"].result(DEADLINE_S).step == 1
     for name in ("result", "wait_idle", "close"):
@@ -98,7 +101,7 @@ def test_case_111_saves_from_two_threads(tmp_path: Path, gate: Gate, saver: asyn
     thread.join()
     assert type(errors[0]) is SaveInProgressError
     assert "save of step 0" in str(errors[0])
-    gate.may_go_on.set()
+    gate.open()
     assert future.result(DEADLINE_S).step == 0
 
 
@@ -122,7 +125,7 @@ def test_case_112_every_policy_while_one_is_in_flight(tmp_path: Path, gate: Gate
     queued = saver.save_async(2, on_busy="queue")
     with pytest.raises(UsageError, match=r"on_busy must be .*; got 'later'"):
         saver.save_async(3, on_busy="later")  # type: ignore[arg-type]
-    gate.may_go_on.set()
+    gate.open()
     assert saver.save_async(3, on_busy="wait").result(DEADLINE_S).step == 3
     assert (first.result(0).step, queued.result(0).step) == (0, 2)
     assert asyncckpt.list_steps(tmp_path) == [0, 2, 3]
@@ -137,11 +140,27 @@ def test_case_112_queue_is_bounded(tmp_path: Path, gate: Gate) -> None:
         futures = [saver.save_async(step) for step in range(2)]
         with pytest.raises(DeadlineError, match=r"no staging arena became free within 0\.05 s"):
             saver.save_async(2)
-        gate.may_go_on.set()
+        gate.open()
         assert [future.result(DEADLINE_S).step for future in futures] == [0, 1]
 
 
 # -- 113: threads that cannot start, or die ----------------------------------------------------------------------------
+
+
+@contextmanager
+def no_thread_starts(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
+    """Let no thread start, or none of these names."""
+    await_end_of_threads()
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if not names or self.name in names:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        yield
 
 
 @pytest.mark.parametrize("which", ["asyncckpt-background", "asyncckpt-worker"])
@@ -149,20 +168,11 @@ def test_case_112_queue_is_bounded(tmp_path: Path, gate: Gate) -> None:
 def test_case_113_thread_cannot_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, staged: bool
 ) -> None:
-    real = threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        if self.name == which:
-            raise RuntimeError("can't start new thread")
-        real(self)
-
+    refused = f"thread '{which}' cannot be started.*ulimit -u"
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         for step in range(6):  # More often than there are threads to lose.
-            await_end_of_threads()
-            with monkeypatch.context() as patched:
-                patched.setattr(threading.Thread, "start", start)
-                with pytest.raises(IOFailedError, match=f"thread '{which}' cannot be started.*ulimit -u"):
-                    saver.save_async(step).result(DEADLINE_S) if staged else saver.save(step)
+            with no_thread_starts(monkeypatch, which), pytest.raises(IOFailedError, match=refused):
+                saver.save_async(step).result(DEADLINE_S) if staged else saver.save(step)
         assert asyncckpt.list_steps(tmp_path) == []
         assert saver.save_async(0).result(DEADLINE_S).step == 0
 
@@ -170,34 +180,21 @@ def test_case_113_thread_cannot_be_started(
 def test_case_113_load_thread_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         saver.save(0)
-
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     loader = asyncckpt.Loader(tmp_path)
     for _ in range(6):
-        await_end_of_threads()
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", start)
-            with pytest.raises(IOFailedError, match="cannot be started"):
-                loader.load_async()
+        with no_thread_starts(monkeypatch), pytest.raises(IOFailedError, match="cannot be started"):
+            loader.load_async()
     assert loader.load_async().result(DEADLINE_S).step == 0
 
 
 def test_case_113_prepare_without_a_thread_gives_the_arena_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     busy = asyncckpt.BusyPolicy("wait", deadline=2)
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, on_busy=busy) as saver:
         for _ in range(3):
-            await_end_of_threads()
-            with monkeypatch.context() as patched:
-                patched.setattr(threading.Thread, "start", start)
-                with pytest.raises(IOFailedError, match="cannot be started"):
-                    saver.prepare()
+            with no_thread_starts(monkeypatch), pytest.raises(IOFailedError, match="cannot be started"):
+                saver.prepare()
         assert saver.save_async(0).result(DEADLINE_S).step == 0
 
 
@@ -288,9 +285,9 @@ async def test_case_115_116_callback_raises_after_the_commit(
     future = saver.save_async(0)
     future.add_done_callback(callback)
     future.add_done_callback(lambda _: calls.append("second"))
-    waiting = asyncio.ensure_future(wait_for(future))
+    waiting = asyncio.ensure_future(awaited(future))
     await asyncio.sleep(0)
-    gate.may_go_on.set()
+    gate.open()
     assert (await asyncio.wait_for(waiting, DEADLINE_S)).step == 0
     assert calls == ["first", "second"]
     assert asyncckpt.list_steps(tmp_path) == [0]
@@ -357,7 +354,7 @@ def test_case_117_waits_end_and_name_what_they_waited_for(tmp_path: Path, saver:
     for call in (loader.load, loader.load_async):
         with pytest.raises(DeadlineError, match=r"save of step 7 in .* did not end within 0\.01 s"):
             call()
-    gate.may_go_on.set()
+    gate.open()
     assert future.result(DEADLINE_S).step == 7
 
 

@@ -15,6 +15,8 @@ from sentinels import STEP, Targets, hooked_targets, refused, save_small, small_
 
 import asyncckpt
 from asyncckpt.engine.process.save_lock import save_lock
+from tests.worlds.rows import rows_of
+from tests.worlds.saves import save_one
 
 CorruptError, NotFoundError = asyncckpt.CorruptError, asyncckpt.NotFoundError
 IncompatibleError, UnsupportedError = asyncckpt.IncompatibleError, asyncckpt.UnsupportedError
@@ -86,8 +88,7 @@ def test_case_100_missing_table(small: Crafted) -> None:
 @pytest.mark.parametrize("change", ["renamed", "smaller", "larger", "without bias"])
 def test_case_100_module_of_another_form(tmp_path: Path, change: str) -> None:
     saved = torch.nn.Linear(3, 2)
-    with asyncckpt.Saver(path=tmp_path, tensors={"model": saved}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors={"model": saved})
     others: dict[str, torch.nn.Module] = {
         "renamed": torch.nn.Sequential(torch.nn.Linear(3, 2)),
         "smaller": torch.nn.Linear(3, 1),
@@ -109,8 +110,7 @@ class Refusing(torch.optim.SGD):
 def test_case_100_optimizer_of_another_form(tmp_path: Path) -> None:
     """Where only the optimizer itself can tell, it does when all else is filled; the error says so."""
     model = torch.nn.Linear(3, 2)
-    with asyncckpt.Saver(path=tmp_path, tensors={"optim": torch.optim.SGD(model.parameters(), lr=0.5)}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors={"optim": torch.optim.SGD(model.parameters(), lr=0.5)})
     with pytest.raises(IncompatibleError, match=r"load_state_dict of 'optim' failed: ValueError.*filled already"):
         asyncckpt.Loader(tmp_path, tensors={"optim": Refusing(model.parameters(), lr=0.1)}).load()
 
@@ -241,26 +241,18 @@ def table_of(ids: list[int], shard: tuple[int, int] = (0, 1)) -> asyncckpt.HashT
     return table
 
 
-def rows_of(table: asyncckpt.HashTable) -> dict[int, tuple[float, ...]]:
-    rows = table.used_rows()
-    values = torch.cat([table.embedding[rows], table.slot("sum")[rows, None]], dim=1).tolist()
-    return {id: tuple(value) for id, value in zip(table.ids().tolist(), values, strict=True)}
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("ids", [MANY_IDS, [5], []], ids=len)
 def test_case_102_resharded_from_one_to_many_and_back(tmp_path: Path, count: int, ids: list[int]) -> None:
     """Uneven shards and empty ones among them; ownership is by unsigned modulo."""
-    with asyncckpt.Saver(path=tmp_path / "one", hashtables={"t": table_of(ids)}, durability="none") as saver:
-        saver.save(0)
+    save_one(tmp_path / "one", 0, hashtables={"t": table_of(ids)}, durability="none")
     indices = range(count) if count < 10 else sorted({id % 2**64 % count for id in ids} | {0, 1})
     parts = {f"t{index}": table_of([], shard=(index, count)) for index in indices}
     for index, table in zip(indices, parts.values(), strict=True):
         asyncckpt.Loader(tmp_path / "one", {"t": table}).load()
         assert set(rows_of(table)) == {id for id in ids if id % 2**64 % count == index}
     alone = asyncckpt.RankOptions(alone=True)
-    with asyncckpt.Saver(path=tmp_path / "many", hashtables=parts, durability="none", ranks=alone) as saver:
-        saver.save(0)
+    save_one(tmp_path / "many", 0, hashtables=parts, durability="none", ranks=alone)
     whole = table_of([])
     columns = ["id", "embedding", "sum"]
     asyncckpt.Loader(
@@ -348,8 +340,7 @@ def test_case_103_load_during_a_save_of_the_process(small: Crafted) -> None:
         errors.append(caught.value)
         return blocks
 
-    with asyncckpt.Saver(path=small.root, tensors=small_tensors(), filter_func=load_inside) as saver:
-        saver.save_async(9).result()
+    save_one(small.root, 9, staged=True, tensors=small_tensors(), filter_func=load_inside)
     assert "save of step 9" in str(errors[0])
     assert targets.untouched
 

@@ -19,6 +19,8 @@ import asyncckpt
 from asyncckpt.dcp import StorageWriter
 from asyncckpt.engine.process.background import workers
 from asyncckpt.errors import UsageError
+from tests.worlds.gates import Gate
+from tests.worlds.saves import save_one
 
 DEADLINE_S = 30
 RAISE, WAIT = asyncckpt.BusyPolicy("raise", DEADLINE_S), asyncckpt.BusyPolicy("wait", DEADLINE_S)
@@ -53,31 +55,15 @@ def assert_refused(answer: tuple[Any, float]) -> None:
     assert seconds < AT_ONCE_S
 
 
-class HeldFilter:
-    """Holds the background in the filter of the first save until it may go on."""
-
-    def __init__(self) -> None:
-        self.may_go_on = threading.Event()
-
-    def __call__(self, blocks: Any) -> Any:
-        assert self.may_go_on.wait(DEADLINE_S)
-        return blocks
-
-
 @pytest.fixture
-def held() -> HeldFilter:
-    return HeldFilter()
-
-
-@pytest.fixture
-def saver(tmp_path: Path, held: HeldFilter) -> Any:
+def saver(tmp_path: Path, gate: Gate) -> Any:
     state = {"x": torch.ones(1 << 10)}
-    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=held, on_busy=RAISE) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=gate, on_busy=RAISE) as saver:
         yield saver
-        held.may_go_on.set()
+        gate.open()
 
 
-def test_a_callback_whose_save_finds_no_arena_is_refused(saver: asyncckpt.Saver, held: HeldFilter) -> None:
+def test_a_callback_whose_save_finds_no_arena_is_refused(saver: asyncckpt.Saver, gate: Gate) -> None:
     """Two arenas: of the saves that a callback queues, the third would wait for the background to free one."""
     first = saver.save_async(1)
 
@@ -85,7 +71,7 @@ def test_a_callback_whose_save_finds_no_arena_is_refused(saver: asyncckpt.Saver,
         for step in (10, 11, 12):
             saver.save_async(step, on_busy="queue")
 
-    held.may_go_on.set()
+    gate.open()
     assert_refused(called_back(first, queue_three))
     saver.wait_idle(DEADLINE_S)
     assert asyncckpt.list_steps(saver.path) == [1, 10, 11]
@@ -119,12 +105,10 @@ WAITS: dict[str, Callable[[asyncckpt.Saver], Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_callback_that_would_wait_for_the_next_save_is_refused(
-    saver: asyncckpt.Saver, held: HeldFilter, name: str
-) -> None:
+def test_a_callback_that_would_wait_for_the_next_save_is_refused(saver: asyncckpt.Saver, gate: Gate, name: str) -> None:
     first = saver.save_async(1)
     second = saver.save_async(2, on_busy="queue")
-    held.may_go_on.set()
+    gate.open()
     answer = called_back(first, lambda: WAITS[name](saver))
     if name == "dcp":  # DCP puts errors into one of its own.
         assert FOR_EVER in repr(answer[0].failures), answer
@@ -135,14 +119,12 @@ def test_a_callback_that_would_wait_for_the_next_save_is_refused(
 
 
 @pytest.mark.parametrize("wait", ["result", "exception", "wait_staged"])
-def test_a_callback_that_would_wait_for_a_future_is_refused(
-    saver: asyncckpt.Saver, held: HeldFilter, wait: str
-) -> None:
+def test_a_callback_that_would_wait_for_a_future_is_refused(saver: asyncckpt.Saver, gate: Gate, wait: str) -> None:
     first = saver.save_async(1)
     second = saver.save_async(2, on_busy="queue")
     if wait == "wait_staged":
         second._staged.clear()  # As while devices still copy.
-    held.may_go_on.set()
+    gate.open()
     assert_refused(called_back(first, lambda: getattr(second, wait)(DEADLINE_S)))
     assert second.result(DEADLINE_S).step == 2
 
@@ -160,17 +142,16 @@ def test_a_callback_whose_save_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def called_back_on_the_background(path: Path, function: Callable[[], Any]) -> tuple[Any, float]:
     """called_back, of a save that is still in flight when the callback is added."""
-    held = HeldFilter()
-    with asyncckpt.Saver(path=path, tensors={"y": torch.ones(3)}, filter_func=held) as saver:
+    gate = Gate()
+    with asyncckpt.Saver(path=path, tensors={"y": torch.ones(3)}, filter_func=gate) as saver:
         future = saver.save_async(0)
-        threading.Timer(0.05, held.may_go_on.set).start()
+        threading.Timer(0.05, gate.open).start()
         return called_back(future, function)
 
 
 def test_a_callback_may_load_when_nothing_is_in_flight(tmp_path: Path) -> None:
     target = torch.zeros(1 << 10)
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1 << 10)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": torch.ones(1 << 10)})
 
     def load() -> int:
         return asyncckpt.Loader(tmp_path, tensors={"x": target}, on_busy="wait").load().step
@@ -281,8 +262,7 @@ def test_a_filter_that_follows_is_refused(tmp_path: Path) -> None:
         answers.append((refused.value, time.monotonic() - begun))
         return blocks
 
-    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=follow) as saver:
-        saver.save_async(1).result(DEADLINE_S)
+    save_one(tmp_path, staged=True, tensors=state, filter_func=follow)
     assert_refused(answers[0])
 
 

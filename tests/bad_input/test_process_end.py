@@ -344,10 +344,10 @@ def test_case_114_dropped_saver_gives_its_directory_back(tmp_path: Path) -> None
     script = """
 import weakref
 
-class Held(dict):
+class HeldTensors(dict):
     pass
 
-held = Held(x=torch.arange(5.0))
+held = HeldTensors(x=torch.arange(5.0))
 alive = weakref.ref(held)
 may_end = threading.Event()
 

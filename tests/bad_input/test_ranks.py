@@ -10,9 +10,10 @@ import torch
 
 import asyncckpt
 from tests.bad_input.crafted import Crafted
-from tests.chains.model import new_table, rows_of
+from tests.chains.model import new_table
 from tests.end_to_end.merged_ranks import merge, save_each
 from tests.end_to_end.ranks_world import Target, TrainedRanks, insert, row, saved_by
+from tests.worlds.rows import rows_of
 
 
 def untouched_by(root: Path, match: str, error: type[Exception] = asyncckpt.CorruptError) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from round_trip import Save, assert_round_trip, bits, loaded
+from round_trip import Save, assert_round_trip, loaded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import asyncckpt
+from tests.worlds.bits import raw_of
+from tests.worlds.gates import Gate
+from tests.worlds.saves import save_one
 
 UsageError, UnsupportedError = asyncckpt.UsageError, asyncckpt.UnsupportedError
 IOFailedError, FilterError = asyncckpt.IOFailedError, asyncckpt.errors.FilterError
@@ -93,8 +95,7 @@ def test_case_083_lazy_conjugate_and_negative(save: Save, tmp_path: Path) -> Non
 
 def test_case_083_loading_into_lazy_targets(tmp_path: Path) -> None:
     z = torch.tensor([1 + 2j, -3 - 0.5j])
-    with asyncckpt.Saver(path=tmp_path, tensors={"z": z, "x": torch.tensor([4.0, 5.0])}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors={"z": z, "x": torch.tensor([4.0, 5.0])})
     base = torch.zeros(2, dtype=torch.complex64)
     other = torch.zeros(2, dtype=torch.complex64)
     asyncckpt.Loader(tmp_path, tensors={"z": base.conj(), "x": other.conj().imag}).load()
@@ -220,10 +221,9 @@ def test_case_088_odd_bit_patterns_of_32_and_64_bits(save: Save, tmp_path: Path)
 def test_case_088_odd_rows_of_a_table(tmp_path: Path, value: float) -> None:
     table, other = (asyncckpt.HashTable("t", 2, dtype=torch.float64) for _ in range(2))
     table.insert(torch.tensor([-1]), torch.tensor([[value, -value]], dtype=torch.float64))
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, hashtables={"t": table})
     asyncckpt.Loader(tmp_path, {"t": other}).load()
-    assert bits(other.embedding[other.used_rows()]) == bits(table.embedding[table.used_rows()])
+    assert raw_of(other.embedding[other.used_rows()]) == raw_of(table.embedding[table.used_rows()])
 
 
 def test_case_089_zero_dimensions_and_no_elements(save: Save, tmp_path: Path) -> None:
@@ -293,19 +293,14 @@ def test_case_091_changes_after_the_call_are_not_seen(tmp_path: Path) -> None:
     through_view = torch.from_numpy(array)
     state = {"array": array, "view": through_view, "shared": shared, "model": model, "optim": optimizer}
     weight = model.weight.detach().clone()
-    may_end = threading.Event()
-
-    def wait(blocks: Any) -> Any:
-        assert may_end.wait(60)
-        return blocks
-
-    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=wait) as saver:
+    gate = Gate()
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=gate) as saver:
         future = saver.save_async(0)
         optimizer.step()  # Increments the CPU tensor "step" of every parameter in place.
         array += 100  # A view that torch does not know of.
         shared.data.add_(100)
         model.weight.data.zero_()
-        may_end.set()
+        gate.open()
         future.result()
     target = {"array": np.zeros(5), "view": torch.zeros(5, dtype=torch.float64), "shared": torch.zeros(5)}
     other = torch.nn.Linear(3, 2)
@@ -340,12 +335,10 @@ def test_case_092_tensor_in_a_mapped_file(save: Save, tmp_path: Path) -> None:
 
 def test_case_092_tensor_in_the_mapped_file_of_an_older_checkpoint(tmp_path: Path) -> None:
     """A shard that is mapped as a tensor is not overwritten by saving it again: file names are never used twice."""
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.arange(1024.0)}, keep=1) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors={"x": torch.arange(1024.0)}, keep=1)
     (shard,) = tmp_path.glob("data/*/*")
     mapped = torch.from_file(str(shard), shared=True, size=2048)[1024:]
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": mapped}, keep=1) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": mapped}, keep=1)
     assert torch.equal(loaded(tmp_path, {"x": torch.zeros(1024)})["x"], torch.arange(1024.0))
 
 

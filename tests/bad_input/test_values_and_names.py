@@ -31,6 +31,8 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import Role
 from asyncckpt.native import row_begins
 from asyncckpt.plan.image import plan_image, split_rows
+from tests.worlds.objects import Stateful
+from tests.worlds.saves import save_one
 
 UsageError = asyncckpt.UsageError
 
@@ -45,7 +47,7 @@ def metadata_after_a_round_trip(root: Path, metadata: Any) -> Any:
     return asyncckpt.Loader(root).load().metadata
 
 
-class Colour(str, enum.Enum):
+class ColourText(str, enum.Enum):
     RED = "red"
 
 
@@ -128,7 +130,7 @@ def test_case_046_text_that_is_not_unicode(tmp_path: Path) -> None:
 
 
 def test_case_046_str_enum_is_its_text(tmp_path: Path) -> None:
-    save(tmp_path, {"colour": Colour.RED, Colour.RED: torch.ones(1)}, metadata={"colour": Colour.RED})
+    save(tmp_path, {"colour": ColourText.RED, ColourText.RED: torch.ones(1)}, metadata={"colour": ColourText.RED})
     target = {"colour": "", "red": torch.zeros(1)}
     report = asyncckpt.Loader(tmp_path, tensors=target).load()
     assert (report.values, report.metadata) == ({"colour": "red"}, {"colour": "red"})
@@ -206,8 +208,7 @@ def test_case_048_any_name_of_a_tensor(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("t", 1)
     table.insert(torch.tensor([5]), torch.tensor([[0.5]]))
     state = {name: torch.tensor([index]) for index, name in enumerate(NAMES)}
-    with asyncckpt.Saver(path=tmp_path, tensors=state, hashtables={"t": table}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors=state, hashtables={"t": table})
     files = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
     assert files == ["000000000000.json", "LOCK", "r00000-000.safetensors"]
     target = {name: torch.tensor([-1]) for name in NAMES}
@@ -224,8 +225,7 @@ def test_case_048_any_name_of_a_tensor(tmp_path: Path) -> None:
 def test_case_048_any_name_of_a_table(tmp_path: Path, name: str) -> None:
     table, other = asyncckpt.HashTable("t", 1), asyncckpt.HashTable("t", 1)
     table.insert(torch.tensor([5]), torch.tensor([[0.5]]))
-    with asyncckpt.Saver(path=tmp_path, hashtables={name: table}, durability="none") as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, hashtables={name: table}, durability="none")
     asyncckpt.Loader(tmp_path, {name: other}).load()
     assert other.ids().tolist() == [5]
 
@@ -305,19 +305,6 @@ TREES = st.recursive(
 )
 
 
-class Holder:
-    """Anything with state_dict() and load_state_dict()."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def with_tensors(tree: Any, counter: list[int]) -> Any:
     """The tree with a tensor of its own in place of every "tensor"."""
     if isinstance(tree, dict):
@@ -335,8 +322,8 @@ def with_tensors(tree: Any, counter: list[int]) -> Any:
 def test_any_nested_state_comes_back(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     root = tmp_path_factory.mktemp("tree")
     state = with_tensors(tree, [])
-    save(root, {"held": Holder(state)})
-    holder = Holder({})
+    save(root, {"held": Stateful(state)})
+    holder = Stateful({})
     asyncckpt.Loader(root, tensors={"held": holder}).load()
     assert repr(holder.state) == repr(state)
 
@@ -344,8 +331,8 @@ def test_any_nested_state_comes_back(tmp_path_factory: pytest.TempPathFactory, t
 def test_case_094_containers_come_back_as_their_plain_kind(tmp_path: Path) -> None:
     """A named tuple comes back as a tuple: no class is looked up by name."""
     point, words = namedtuple("point", "x y"), type("Words", (dict,), {})
-    save(tmp_path, {"held": Holder({"point": point(1, torch.ones(1)), "counted": words(a=2, b=1)})})
-    holder = Holder({})
+    save(tmp_path, {"held": Stateful({"point": point(1, torch.ones(1)), "counted": words(a=2, b=1)})})
+    holder = Stateful({})
     asyncckpt.Loader(tmp_path, tensors={"held": holder}).load()
     assert type(holder.state["point"]) is tuple
     assert holder.state["point"][0] == 1

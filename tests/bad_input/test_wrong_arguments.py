@@ -28,7 +28,7 @@ VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class World:
+class AtHand:
     """What calls need beside the argument that is tried."""
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class World:
         return asyncckpt.Saver(path=self.path, tensors=self.state, hashtables={"t": self.table}, **options)
 
 
-def constructors(world: World) -> Mapping[str, tuple[Callable[..., Any], dict[str, Any]]]:
+def constructors(world: AtHand) -> Mapping[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Each with the arguments that it needs at least."""
     fresh = {"path": world.path}
     soon = asyncckpt.RankOptions(peer_deadline=0.05)
@@ -82,7 +82,7 @@ def constructors(world: World) -> Mapping[str, tuple[Callable[..., Any], dict[st
     }
 
 
-def calls(world: World) -> Mapping[str, tuple[Callable[..., Any], dict[str, Any]]]:
+def calls(world: AtHand) -> Mapping[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Methods of what was made rightly, and functions."""
     saver = world.saver(on_busy="wait")
     periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
@@ -114,11 +114,11 @@ def calls(world: World) -> Mapping[str, tuple[Callable[..., Any], dict[str, Any]
 def test_a_wrong_argument_is_refused_by_an_error_of_ours(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    of: Callable[[World], Mapping[str, tuple[Callable[..., Any], dict[str, Any]]]],
+    of: Callable[[AtHand], Mapping[str, tuple[Callable[..., Any], dict[str, Any]]]],
 ) -> None:
     monkeypatch.chdir(tmp_path)  # Some values are names of folders.
     found = []
-    for name, (function, needed) in of(World(tmp_path / "root")).items():
+    for name, (function, needed) in of(AtHand(tmp_path / "root")).items():
         for parameter in parameters(function):
             for kind, value in VALUES.items():
                 error = outcome(function, {**needed, parameter: value})

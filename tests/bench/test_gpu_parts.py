@@ -50,7 +50,7 @@ def test_without_a_device_nothing_is_measured() -> None:
         BenchDevice("cuda")
 
 
-class Noting:
+class NotingLoop:
     """A loop and a way to save that note in which order they were asked."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Noting:
 
 
 def test_a_loop_without_a_save_is_run_before_and_behind() -> None:
-    noting: Any = Noting()
+    noting: Any = NotingLoop()
     case = SaveCase("some", 1, 8)
     one = measure(BenchDevice("cpu"), noting, case, {}, "ours", noting, round_index=0)
     assert noting.asked == ["loop", "loop", "save", "finish", "loop"]

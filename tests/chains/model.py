@@ -11,6 +11,7 @@ import torch
 
 import asyncckpt
 from tests.chains.written import Layer, Written, write
+from tests.worlds.rows import rows_of
 
 Row = tuple[float, ...]
 Rows = dict[int, Row]
@@ -21,17 +22,15 @@ def new_table(name: str = "user", shard: tuple[int, int] = (0, 1)) -> asyncckpt.
     return asyncckpt.HashTable(name, DIM, optimizer_slots={"sum": ()}, shard=shard, capacity=4)
 
 
+def row(value: float) -> Row:
+    return (value,) * (DIM + 1)
+
+
 def layer_of(rows: Rows, *, removed: tuple[int, ...] = (), whole: bool = False) -> Layer:
     """A layer whose rows are `embedding` and, last, `sum`."""
     values = torch.tensor(list(rows.values()), dtype=torch.float32).reshape(len(rows), DIM + 1)
     columns = {"id": torch.tensor(list(rows), dtype=torch.int64), "embedding": values[:, :DIM], "sum": values[:, DIM]}
     return Layer(columns=columns, removed=removed, whole=whole)
-
-
-def rows_of(table: asyncckpt.HashTable) -> Rows:
-    rows = table.used_rows()
-    values = torch.cat([table.embedding[rows], table.slot("sum")[rows, None]], dim=1).tolist()
-    return {id: tuple(value) for id, value in zip(table.ids().tolist(), values, strict=True)}
 
 
 def load(root: Path, step: int | None = None, *, shard: tuple[int, int] = (0, 1), **options: Any) -> Rows:

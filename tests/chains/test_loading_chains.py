@@ -15,8 +15,10 @@ from asyncckpt.commit.chain import newest_verified
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.head import ParentFacts
-from tests.chains.model import DIM, RandomChain, layer_of, load, new_table, rows_of
+from tests.chains.model import DIM, RandomChain, layer_of, load, new_table, row
 from tests.chains.written import Layer, write
+from tests.worlds.directories import flip_byte
+from tests.worlds.rows import rows_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -24,10 +26,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "padded": {"pads": (0, 13, 4095)},
 }
 ZSTD = ({"kind": "zstd", "level": 1},)
-
-
-def row(value: float) -> tuple[float, ...]:
-    return (value,) * (DIM + 1)
 
 
 def test_newest_wins_and_removals_come_before_rows(tmp_path: Path) -> None:
@@ -124,9 +122,7 @@ def test_whole_layer_ends_a_table(tmp_path: Path) -> None:
     middle = write(tmp_path, 2, {"user": layer_of({2: row(2)}, whole=True)}, parents=full.chain)
     write(tmp_path, 3, {"user": layer_of({3: row(3)})}, parents=middle.chain)
     shard = next(full.folder.iterdir())
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard)
     assert load(tmp_path, 3) == {2: row(2), 3: row(3)}
     with pytest.raises(asyncckpt.CorruptError, match=r"step 1 is damaged: 'user@sum'"):
         asyncckpt.verify(tmp_path, 3)

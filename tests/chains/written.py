@@ -23,6 +23,7 @@ from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableF
 from asyncckpt.model.table import Role
 from asyncckpt.native import U8, core
 from asyncckpt.plan.image import array_spec
+from tests.worlds.bits import raw_of
 
 SHARD = "r00000-000.safetensors"
 ROLES = {"id": Role.ID, "embedding": Role.WEIGHT}
@@ -92,10 +93,10 @@ def write(
             spec = replace(_column_spec(name, REMOVED_COLUMN, removed), role=Role.REMOVED)
             blocks += _parts(spec, removed, part_rows)
     for leaf, (name, values) in enumerate((dense or {}).items()):
-        blocks.append((_spec(name, values, role=Role.DENSE, leaf=leaf), _raw(values)))
+        blocks.append((_spec(name, values, role=Role.DENSE, leaf=leaf), raw_of(values)))
     for number, size in enumerate(pads):
         fill = torch.zeros(size, dtype=torch.uint8)
-        blocks.append((_spec(f"#pad.{number}", fill, role=Role.PAD), _raw(fill)))
+        blocks.append((_spec(f"#pad.{number}", fill, role=Role.PAD), raw_of(fill)))
     blocks = [_encoded(spec, raw, (encoding or {}).get(spec.name, ())) for spec, raw in blocks]
     facts = tuple(
         TableFacts(
@@ -174,13 +175,13 @@ def _column_spec(table: str, column: str, values: torch.Tensor) -> BlockSpec:
 
 def _parts(spec: BlockSpec, values: torch.Tensor, part_rows: int) -> list[tuple[BlockSpec, bytes]]:
     if len(values) <= part_rows:
-        return [(spec, _raw(values))]
+        return [(spec, raw_of(values))]
     parts = []
     for begin in range(0, len(values), part_rows):
         part = values[begin : begin + part_rows]
         shape, stored = tuple(part.shape), (len(part), *spec.stored_shape[1:])
         own = replace(spec, shape=shape, stored_shape=stored, row_begin=begin, whole_shape=spec.shape)
-        parts.append((own, _raw(part)))
+        parts.append((own, raw_of(part)))
     return parts
 
 
@@ -199,8 +200,3 @@ def _encoded(spec: BlockSpec, raw: bytes, steps: Sequence[Mapping[str, Any]]) ->
         encoding=found.steps,
     )
     return own, found.raw.tobytes()
-
-
-def _raw(values: torch.Tensor) -> bytes:
-    fresh = torch.empty(values.shape, dtype=values.dtype).copy_(values)
-    return fresh.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""

@@ -46,7 +46,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Fault:
+class Mishap:
     """What happens to a request.
 
     answer         an answer with this status and code of S3; the server does not see the request
@@ -72,21 +72,21 @@ class Fault:
 
 
 FAULTS = {
-    "500 after success": Fault(answer_after=(500, "InternalError")),
-    "silent": Fault(silent=True),
-    "silent after success": Fault(silent_after=True),
-    "cut in the body": Fault(cut_up=100),
-    "cut in the answer": Fault(cut_down=10),
-    "409": Fault(answer=(409, "OperationAborted")),
-    "412": Fault(answer=(412, "PreconditionFailed")),  # Of a conditional PUT only.
-    "slow down": Fault(answer=(503, "SlowDown")),
+    "500 after success": Mishap(answer_after=(500, "InternalError")),
+    "silent": Mishap(silent=True),
+    "silent after success": Mishap(silent_after=True),
+    "cut in the body": Mishap(cut_up=100),
+    "cut in the answer": Mishap(cut_down=10),
+    "409": Mishap(answer=(409, "OperationAborted")),
+    "412": Mishap(answer=(412, "PreconditionFailed")),  # Of a conditional PUT only.
+    "slow down": Mishap(answer=(503, "SlowDown")),
 }
 
 
-def first(kind: str, left: list[Fault], *, where: str = "") -> Callable[[Request], Fault | None]:
+def first(kind: str, left: list[Mishap], *, where: str = "") -> Callable[[Request], Mishap | None]:
     """Disturb the first requests of a kind for an object of a checkpoint, by faults that are taken from a list."""
 
-    def disturb(request: Request) -> Fault | None:
+    def disturb(request: Request) -> Mishap | None:
         is_meant = request.kind == kind and ".probe" not in request.path and where in request.path
         return left.pop() if is_meant and left else None
 
@@ -97,7 +97,7 @@ def first(kind: str, left: list[Fault], *, where: str = "") -> Callable[[Request
 class FaultProxy:
     target_port: int
     port: int = 0
-    fault: Callable[[Request], Fault | None] = lambda request: None
+    fault: Callable[[Request], Mishap | None] = lambda request: None
     requests: list[Request] = field(default_factory=list)
     lists: dict[str, list[tuple[bytes, bytes]]] = field(default_factory=dict)
 
@@ -122,7 +122,7 @@ class FaultProxy:
         head = await reader.readuntil(b"\r\n\r\n")
         request = _parsed(head, number=len(self.requests))
         self.requests.append(request)
-        fault = self.fault(request) or Fault()
+        fault = self.fault(request) or Mishap()
         length = int(request.headers.get("content-length", "0"))
         body = await reader.readexactly(length if fault.cut_up is None else min(length, fault.cut_up))
         request.bytes_up = len(body)

@@ -15,8 +15,9 @@ from asyncckpt.commit.store_root import StoreRoot
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.forked import CHAIN_LAST, Forks, chain_rows, save_chain
+from tests.cloud.test_compacted_uploads import manifests
 from tests.cloud.test_savers_killed import folders
 from tests.cloud.test_uploads_killed import Killer, forks, run_until_killed
 
@@ -36,10 +37,6 @@ def rows(url: str, step: int | None = None) -> Any:
 def is_the_chain(url: str, step: int = CHAIN_LAST) -> bool:
     found, expected = rows(url, step), chain_rows(step)
     return all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def manifests(url: str) -> list[str]:
-    return sorted(name for name in ObjectStore(StoreUrl.of(url)).names("manifests") if name.endswith(".json"))
 
 
 def compacted_name(step: int) -> str:
@@ -134,13 +131,13 @@ def test_a_compaction_that_cannot_take_itself_back_hides_nothing(
     """As where its process is killed right before: readers see that it is made of something else."""
     save_chain(url)
 
-    def save_anew(request: Request) -> Fault | None:
+    def save_anew(request: Request) -> Mishap | None:
         if request.method == "PUT" and compacted_name(CHAIN_LAST) in request.path:
             monkeypatch.setenv("AWS_ENDPOINT_URL", owner.endpoint)
             ObjectStore(StoreUrl.of(url)).remove(f"manifests/{CHAIN_LAST:012}.json")
             asyncckpt.save(url, {"other": torch.ones(3)}, step=CHAIN_LAST)
         is_removal = request.method == "DELETE" or "delete" in request.query
-        return Fault(answer=(403, "AccessDenied")) if is_removal else None
+        return Mishap(answer=(403, "AccessDenied")) if is_removal else None
 
     proxy.fault = save_anew
     with pytest.raises(asyncckpt.IndeterminateError) as found:

@@ -18,7 +18,7 @@ from asyncckpt.dcp import StorageReader, StorageWriter
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.ranks.processes import await_ranks, start_rank
 from tests.shares import share_of
 
@@ -93,8 +93,8 @@ def test_a_step_that_exists_and_a_bucket_that_does_not_are_refused(owner: seawee
 def test_a_save_that_fails_leaves_nothing(proxy: FaultProxy, url: str) -> None:
     dcp.save(state(0), storage_writer=StorageWriter(url))
 
-    def refuse(request: Request) -> Fault | None:
-        return Fault(answer=(403, "AccessDenied")) if request.method == "PUT" and "/data/" in request.path else None
+    def refuse(request: Request) -> Mishap | None:
+        return Mishap(answer=(403, "AccessDenied")) if request.method == "PUT" and "/data/" in request.path else None
 
     proxy.fault = refuse
     with failing("AccessDenied"):
@@ -113,11 +113,11 @@ def test_a_killed_rank_leaves_whole_checkpoints(
     running: list[Any] = []
     left = [number]
 
-    def kill(request: Request) -> Fault | None:
+    def kill(request: Request) -> Mishap | None:
         left[0] -= 1
         if left[0] == 0:
             os.kill(running[victim].pid, signal.SIGKILL)
-        return Fault(silent=True) if left[0] <= 0 else None
+        return Mishap(silent=True) if left[0] <= 0 else None
 
     proxy.fault = kill
     for rank in range(2):

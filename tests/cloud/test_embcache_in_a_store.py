@@ -11,7 +11,7 @@ from asyncckpt.embcache import PathRules, Saver
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.embcache.models import Net, image, union
+from tests.embcache.models import CachedNet, image, union
 
 STORES = PathRules(remote_file_systems=())
 
@@ -19,7 +19,7 @@ STORES = PathRules(remote_file_systems=())
 def loaded(url: str, *, world_size: int = 1, step: int | None = None) -> Any:
     images = []
     for rank in range(world_size):
-        net = Net(shard=(rank, world_size))
+        net = CachedNet(shard=(rank, world_size))
         with Saver(rank=rank, world_size=world_size, path_rules=STORES) as saver:
             report = saver.load(net, url, step=step)
         assert (str(report.path), report.layout) == (url, "asyncckpt")
@@ -28,7 +28,7 @@ def loaded(url: str, *, world_size: int = 1, step: int | None = None) -> Any:
 
 
 def test_one_rank_saves_deltas_and_loads(owner: seaweed.Server, url: str) -> None:
-    net = Net().trained(range(4))
+    net = CachedNet().trained(range(4))
     with Saver(rank=0, path_rules=STORES, keep=2) as saver:
         assert saver.save(net, url).step == 0
         net.trained(range(4, 8))
@@ -39,12 +39,12 @@ def test_one_rank_saves_deltas_and_loads(owner: seaweed.Server, url: str) -> Non
         saver.wait_idle()
     assert asyncckpt.list_steps(url) == [0, 1]
     assert loaded(url) == expected
-    assert loaded(url, step=0) == image(Net().trained(range(4)))
+    assert loaded(url, step=0) == image(CachedNet().trained(range(4)))
 
 
 @pytest.mark.parametrize("readers", [1, 3])
 def test_ranks_in_turn(owner: seaweed.Server, url: str, readers: int) -> None:
-    nets = [Net(shard=(rank, 2)).trained(range(6)) for rank in range(2)]
+    nets = [CachedNet(shard=(rank, 2)).trained(range(6)) for rank in range(2)]
     for rank, net in enumerate(nets):
         with Saver(rank=rank, world_size=2, path_rules=STORES, in_turn=True) as saver:
             saver.save(net, url)
@@ -53,7 +53,7 @@ def test_ranks_in_turn(owner: seaweed.Server, url: str, readers: int) -> None:
 
 
 def test_what_the_rules_refuse_and_what_is_not_there(owner: seaweed.Server, url: str) -> None:
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     before = image(net)
     with Saver(rank=0) as saver:
         for call in (saver.save, saver.load):
@@ -66,6 +66,6 @@ def test_what_the_rules_refuse_and_what_is_not_there(owner: seaweed.Server, url:
             saver.load(net, url)
     alone = pytest.raises(asyncckpt.UnsupportedError, match="by files need a directory on a disk")
     with Saver(rank=0, world_size=2, path_rules=STORES) as saver, alone:
-        saver.save(Net(shard=(0, 2)), url)
+        saver.save(CachedNet(shard=(0, 2)), url)
     assert image(net) == before
     assert not ObjectStore(StoreUrl.of(url)).below("")

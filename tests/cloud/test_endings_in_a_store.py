@@ -13,7 +13,7 @@ import torch
 
 import asyncckpt
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy
+from tests.cloud.fault_proxy import FaultProxy, Mishap
 from tests.end_to_end.test_endings import NO_THREADS_AT_THE_EXIT
 from tests.interrupts.test_children import end_of
 
@@ -65,7 +65,7 @@ upload = asyncckpt.UploadOptions(sys.argv[2], request_deadline=0.5, deadline=0.0
 saver = asyncckpt.Saver(path=sys.argv[1], tensors={"x": torch.ones(3)}, upload=upload)
 saver.save(0)
 """
-    proxy.fault = lambda request: Fault(silent=True) if "/data/" in request.path else None
+    proxy.fault = lambda request: Mishap(silent=True) if "/data/" in request.path else None
     command = [sys.executable, "-c", program, str(tmp_path), url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=S_MAX)
     assert f"asyncckpt: the interpreter ends after uploads to {url!r}\n" in done.stderr
@@ -85,7 +85,7 @@ def is_refused_to_a_child(call: Callable[[], object]) -> bool:
 
 def test_a_child_does_not_wait_for_an_upload_of_its_parent(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, upload=url) as saver:
-        proxy.fault = lambda request: Fault(answer=(503, "SlowDown"))
+        proxy.fault = lambda request: Mishap(answer=(503, "SlowDown"))
         future = saver.save_async(0)
         future.result()
         is_refused = is_refused_to_a_child(future.wait_uploaded)

@@ -16,7 +16,7 @@ from asyncckpt.formats import hf, parquet, recsdk, torch_file
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy
+from tests.cloud.fault_proxy import FaultProxy, Mishap
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*left out")
 
@@ -113,7 +113,7 @@ def test_the_command_imports_into_a_store(owner: seaweed.Server, url: str, tmp_p
 def test_an_import_that_fails_leaves_nothing(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saved(tmp_path / "ckpt", f"{url}/uploaded")
     hf.export_checkpoint(tmp_path / "ckpt", tmp_path / "hf")
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if "safetensors" in request.path else None
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied")) if "safetensors" in request.path else None
     with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
         hf.import_checkpoint(tmp_path / "hf", f"{url}/imported")
     proxy.fault = lambda request: None
@@ -123,7 +123,7 @@ def test_an_import_that_fails_leaves_nothing(proxy: FaultProxy, url: str, tmp_pa
 
 def test_what_ends_an_export_from_a_store_leaves_nothing(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saved(tmp_path / "ckpt", url)
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if "safetensors" in request.path else None
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied")) if "safetensors" in request.path else None
     with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
         hf.export_checkpoint(url, tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]

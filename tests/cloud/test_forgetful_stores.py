@@ -9,7 +9,7 @@ import torch
 
 import asyncckpt
 import asyncckpt.checkpoints
-from tests.cloud.fault_proxy import Fault, FaultProxy, first
+from tests.cloud.fault_proxy import FaultProxy, Mishap, first
 from tests.cloud.test_uploads import marks
 
 
@@ -18,7 +18,7 @@ def test_a_manifest_that_was_not_kept_is_in_doubt(proxy: FaultProxy, url: str, i
     x = torch.zeros(3)
     with asyncckpt.Saver(path=url, tensors={"x": x}) as saver:
         saver.save(0)
-        proxy.fault = first("put", [Fault(forgotten=True)], where="/manifests/")
+        proxy.fault = first("put", [Mishap(forgotten=True)], where="/manifests/")
         with pytest.raises(asyncckpt.IndeterminateError, match="was made, and is not there") as caught:
             saver.save_async(1).result()
         assert asyncckpt.list_steps(url) == [0]
@@ -32,7 +32,7 @@ def test_a_manifest_that_was_not_kept_is_in_doubt(proxy: FaultProxy, url: str, i
 
 def test_what_is_forgotten_again_and_again_stays_in_doubt(proxy: FaultProxy, url: str) -> None:
     with asyncckpt.Saver(path=url, tensors={"x": torch.zeros(3)}) as saver:
-        proxy.fault = first("put", [Fault(forgotten=True)] * 3, where="/manifests/")
+        proxy.fault = first("put", [Mishap(forgotten=True)] * 3, where="/manifests/")
         for step in range(3):
             with pytest.raises(asyncckpt.IndeterminateError):
                 saver.save_async(step).result()
@@ -42,7 +42,7 @@ def test_what_is_forgotten_again_and_again_stays_in_doubt(proxy: FaultProxy, url
 
 def test_a_file_that_was_not_kept_fails_the_save(proxy: FaultProxy, url: str) -> None:
     with asyncckpt.Saver(path=url, tensors={"x": torch.zeros(3)}) as saver:
-        proxy.fault = first("put", [Fault(forgotten=True)], where="/data/")
+        proxy.fault = first("put", [Mishap(forgotten=True)], where="/data/")
         with pytest.raises(asyncckpt.CorruptError, match="is missing"):
             saver.save_async(0).result()
         saver.save_async(1).result()
@@ -53,7 +53,7 @@ def test_a_file_that_was_not_kept_fails_the_save(proxy: FaultProxy, url: str) ->
 def test_an_upload_that_was_not_kept_keeps_its_step(proxy: FaultProxy, url: str, tmp_path: Path, where: str) -> None:
     """Retention would remove what is on the disk, when it is uploaded."""
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.zeros(3)}, upload=url, keep=1) as saver:
-        proxy.fault = first("put", [Fault(forgotten=True)], where=where)
+        proxy.fault = first("put", [Mishap(forgotten=True)], where=where)
         with pytest.raises(asyncckpt.CheckpointError, match="is not there"):
             saver.save_async(0).wait_uploaded()
         assert marks(tmp_path) == [0]
@@ -65,7 +65,7 @@ def test_an_upload_that_was_not_kept_keeps_its_step(proxy: FaultProxy, url: str,
 def test_a_pin_that_was_not_kept_is_none(proxy: FaultProxy, url: str) -> None:
     with asyncckpt.Saver(path=url, tensors={"x": torch.zeros(3)}) as saver:
         saver.save(0)
-    proxy.fault = first("put", [Fault(forgotten=True)], where=".pin")
+    proxy.fault = first("put", [Mishap(forgotten=True)], where=".pin")
     with pytest.raises(asyncckpt.IOFailedError, match="was made, and is not there"):
         asyncckpt.checkpoints.pin(url, 0)
     assert asyncckpt.checkpoints.pinned_steps(url) == []
@@ -78,7 +78,7 @@ def test_nothing_is_removed_whose_removal_nobody_can_see(proxy: FaultProxy, url:
     with asyncckpt.Saver(path=url, tensors={"x": torch.zeros(3)}) as saver:
         saver.save(0)
         saver.save(1)
-    proxy.fault = first("put", [Fault(forgotten=True)], where=mark)
+    proxy.fault = first("put", [Mishap(forgotten=True)], where=mark)
     with pytest.raises(asyncckpt.IOFailedError, match="was made, and is not there"):
         asyncckpt.checkpoints.remove(url, [0])
     assert asyncckpt.list_steps(url) == [0, 1]

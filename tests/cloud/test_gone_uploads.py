@@ -14,12 +14,13 @@ from asyncckpt.engine.upload import uploads
 from asyncckpt.format.names import Attempt, upload_mark_name
 from asyncckpt.storage.directory import Directory
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.test_uploads import marks, open_saver, options
+from tests.worlds.gates import Gate
 
 
-def refuse_data(request: Request) -> Fault | None:
-    return Fault(answer=(403, "AccessDenied")) if "/data/" in request.path and request.method != "GET" else None
+def refuse_data(request: Request) -> Mishap | None:
+    return Mishap(answer=(403, "AccessDenied")) if "/data/" in request.path and request.method != "GET" else None
 
 
 def test_what_a_kill_has_kept_from_its_commit_is_not_missed(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
@@ -39,23 +40,20 @@ def test_what_a_kill_has_kept_from_its_commit_is_not_missed(owner: seaweed.Serve
 def test_another_saver_leaves_the_mark_of_a_commit_under_way(
     proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marked, looked = threading.Event(), threading.Event()
-
-    make_empty = Directory.make_empty
+    gate, make_empty = Gate(), Directory.make_empty
 
     def wait_after_it(self: Directory, name: str) -> None:
         make_empty(self, name)
-        marked.set()
-        assert looked.wait(60)
+        gate()
 
     monkeypatch.setattr(Directory, "make_empty", wait_after_it)
     saver, _ = open_saver(tmp_path, options(url), keep=1)
     proxy.fault = refuse_data
     future = saver.save_async(0)
-    assert marked.wait(60)
+    assert gate.reached.wait(60)
     other, _ = open_saver(tmp_path, options(url))
     other.wait_idle()
-    looked.set()
+    gate.open()
     with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
         future.wait_uploaded()
     assert marks(tmp_path) == [0]
@@ -76,7 +74,7 @@ def test_what_a_loop_discards_it_does_not_miss_at_its_end(
         proxy.fault = refuse_data
         checkpointer.save_now(1)
         checkpointer._saver._uploads.wait(60)
-        proxy.fault = lambda request: Fault(answer=(503, "SlowDown"))
+        proxy.fault = lambda request: Mishap(answer=(503, "SlowDown"))
         checkpointer.save_now(2)
         checkpointer.save_now(3)
         checkpointer.restore(0, discard_newer=True)

@@ -20,7 +20,8 @@ from asyncckpt.checkpoints import pin, pinned_steps, unpin
 from asyncckpt.inspection import compare
 from asyncckpt.shard import store_files
 from tests.cloud import fault_proxy, seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
+from tests.worlds.saves import save_one
 
 STATE = {"x": torch.arange(3.0)}
 
@@ -46,7 +47,7 @@ class Silence:
         self.begin, self.count = begin, 0
         self.unanswered: list[Request] = []
 
-    def __call__(self, request: Request) -> Fault | None:
+    def __call__(self, request: Request) -> Mishap | None:
         self.count += 1
         if self.count <= self.begin:
             return None
@@ -54,7 +55,7 @@ class Silence:
         if len(self.unanswered) == 1:
             # Behind a moment in which the call comes to wait; too early is no fault either.
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        return Fault(silent=True)
+        return Mishap(silent=True)
 
 
 def use_saver(url: str, tmp_path: Path) -> None:
@@ -129,13 +130,12 @@ def test_every_request(
 
 def test_a_command_ends(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     """The process does not wait either for what nobody waits for."""
-    with asyncckpt.Saver(path=url, tensors=STATE) as saver:
-        saver.save(1)
+    save_one(url, tensors=STATE)
     came = threading.Event()
 
-    def silent(request: Request) -> Fault:
+    def silent(request: Request) -> Mishap:
         came.set()
-        return Fault(silent=True)
+        return Mishap(silent=True)
 
     proxy.fault, before = silent, len(proxy.requests)
     command = subprocess.Popen([sys.executable, "-m", "asyncckpt", "ls", url])
@@ -148,17 +148,16 @@ def test_a_command_ends(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
 def test_a_load_that_is_interrupted_while_it_begins_waits_for_no_answer(
     proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with asyncckpt.Saver(path=url, tensors=STATE) as saver:
-        saver.save(1)
+    save_one(url, tensors=STATE)
     asked: list[Request] = []
     came = threading.Event()
 
-    def silent(request: Request) -> Fault | None:
+    def silent(request: Request) -> Mishap | None:
         if not request.path.endswith(".safetensors"):
             return None
         asked.append(request)
         came.set()
-        return Fault(silent=True)
+        return Mishap(silent=True)
 
     class Ringing(ThreadPoolExecutor):
         def submit(self, *arguments: Any, **more: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.cloud.fault_proxy import Fault, FaultProxy
+from tests.cloud.fault_proxy import FaultProxy, Mishap
 from tests.cloud.small_parts import small_parts
 
 __all__ = ["small_parts"]
@@ -47,7 +47,7 @@ def assert_holds(url: str, step: int) -> None:
 def test_what_is_saved_stays(proxy: FaultProxy, url: str, seed: int) -> None:
     choices = random.Random(seed)
     table = asyncckpt.HashTable("t", 2)
-    proxy.fault = lambda request: Fault(stale=choices.randrange(LAG_MAX)) if request.kind == "list" else None
+    proxy.fault = lambda request: Mishap(stale=choices.randrange(LAG_MAX)) if request.kind == "list" else None
     for begin in range(0, STEPS, 4):  # Two runs.
         with asyncckpt.Saver(path=url, hashtables={"t": table}, keep=2) as saver:
             for step in range(begin, begin + 4):
@@ -70,7 +70,7 @@ def test_a_step_that_no_list_shows_yet_is_not_overwritten(proxy: FaultProxy, url
     tensors = {"w": torch.zeros(9)}
     with asyncckpt.Saver(path=url, tensors=tensors) as saver:
         saver.save(0)
-    proxy.fault = lambda request: Fault(stale=100) if request.kind == "list" else None
+    proxy.fault = lambda request: Mishap(stale=100) if request.kind == "list" else None
     tensors["w"].fill_(1)
     with asyncckpt.Saver(path=url, tensors=tensors) as saver, pytest.raises(asyncckpt.ConflictError, match="step 0"):
         saver.save(0)

@@ -12,7 +12,7 @@ import asyncckpt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy
+from tests.cloud.fault_proxy import FaultProxy, Mishap
 
 
 def run(path: Path, url: str, *, to: int, back_to: int | None = None) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -57,7 +57,7 @@ def test_a_loop_that_does_not_restore_begins_no_second_history(owner: seaweed.Se
 
 def test_a_fresh_loop_does_not_wait_for_a_store_that_is_away(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     with asyncckpt.Checkpointer(tmp_path / "new", every=2, options={"upload": url}, x=torch.zeros(1)) as ckpt:
-        proxy.fault = lambda request: Fault(answer=(403, "ExpiredToken"))
+        proxy.fault = lambda request: Mishap(answer=(403, "ExpiredToken"))
         ckpt.step(1)
         proxy.fault = lambda request: None
     assert asyncckpt.list_steps(url) == [1]

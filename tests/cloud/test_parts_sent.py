@@ -21,7 +21,7 @@ from asyncckpt.shard import sent
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy
+from tests.cloud.fault_proxy import FaultProxy, Mishap
 from tests.cloud.small_parts import objects, small_parts, state
 
 __all__ = ["small_parts"]  # Every test of this file has it.
@@ -92,7 +92,7 @@ def test_an_arena_is_given_back_when_nothing_reads_it(
     monkeypatch.setattr(sent, "memory_at", noted)
     monkeypatch.setattr(pool, "release", released)
     with asyncckpt.Saver(path=url, tensors=state(), parallel=2) as saver:
-        proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if request.kind == "part" else None
+        proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied")) if request.kind == "part" else None
         with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
             saver.save_async(0).result()
         proxy.fault = lambda request: None
@@ -124,7 +124,7 @@ def test_a_cancelled_save_ends_at_any_part(
 
     monkeypatch.setattr(sent, "send_file", cancelled)
     with asyncckpt.Saver(path=url, tensors={"weight": torch.ones(5 << 20)}, parallel=2) as saver:
-        proxy.fault = lambda request: Fault(answer=(503, "SlowDown")) if request.kind == "part" else None
+        proxy.fault = lambda request: Mishap(answer=(503, "SlowDown")) if request.kind == "part" else None
         future.append(saver.save_async(0))
         with pytest.raises(asyncckpt.SaveCancelledError):
             future[0].result()

@@ -20,9 +20,9 @@ from asyncckpt.format.names import Attempt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.rank_in_a_store import ROWS_COUNT, STEPS_COUNT
-from tests.ranks.processes import Ended, Rank, await_ranks, start_rank
+from tests.ranks.processes import Ended, RankProcess, await_ranks, outputs, start_rank
 from tests.shares import share_of
 
 RANKS_COUNT = 3
@@ -38,7 +38,7 @@ KILLS_OF_MANY = [(0, number) for number in (3, 6, 10, 14, 18, 23, 29)] + [
 
 def start_ranks(
     folder: Path, url: str, *more_words: str, endpoints: dict[int, str] | None = None, count: int = RANKS_COUNT
-) -> list[Rank]:
+) -> list[RankProcess]:
     folder.mkdir()
     started = []
     for rank in range(count):
@@ -51,10 +51,6 @@ def start_ranks(
 def said_steps(ended: list[Ended]) -> set[int]:
     lines = [line for rank in ended for line in rank.output.splitlines() if line.startswith("step ")]
     return {int(line.split()[1]) for line in lines}
-
-
-def outputs(ended: list[Ended]) -> str:
-    return "\n".join(rank.output for rank in ended)
 
 
 def check_step(url: str, step: int, *, shards: int = 1, count: int = RANKS_COUNT) -> None:
@@ -119,14 +115,14 @@ def kill_a_rank(
     wait_s: float = WAIT_S,
 ) -> None:
     """Kill one rank at its request of this number, look at what is there, and let the job go on."""
-    running: list[Rank] = []
+    running: list[RankProcess] = []
 
-    def kill_at(left: list[int]) -> Callable[[Request], Fault | None]:
-        def disturb(request: Request) -> Fault | None:
+    def kill_at(left: list[int]) -> Callable[[Request], Mishap | None]:
+        def disturb(request: Request) -> Mishap | None:
             left[0] -= 1
             if left[0] == 0:
                 os.kill(running[victim].pid, signal.SIGKILL)
-            return Fault(silent=True) if left[0] <= 0 else None
+            return Mishap(silent=True) if left[0] <= 0 else None
 
         return disturb
 
@@ -154,7 +150,7 @@ def kill_a_rank(
 
 
 def test_a_rank_that_cannot_join_is_named_by_the_others(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
-    proxy.fault = lambda request: Fault(answer=(403, "SignatureDoesNotMatch"))
+    proxy.fault = lambda request: Mishap(answer=(403, "SignatureDoesNotMatch"))
     endpoints = {0: proxy.target, 1: proxy.endpoint, 2: proxy.target}
     ended = await_ranks(start_ranks(tmp_path / "refused", url, endpoints=endpoints), WAIT_S)
     assert [rank.status for rank in ended] == [1] * RANKS_COUNT, outputs(ended)

@@ -15,7 +15,7 @@ from asyncckpt.engine.ranks import in_turn
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, Request, first
+from tests.cloud.fault_proxy import FAULTS, FaultProxy, Mishap, Request, first
 from tests.cloud.small_parts import small_parts
 
 __all__ = ["small_parts"]
@@ -89,8 +89,8 @@ def test_a_part_that_does_not_come_leaves_nothing(owner: seaweed.Server, url: st
 
 
 def test_a_part_that_fails_gives_the_step_up(proxy: FaultProxy, url: str) -> None:
-    def refuse(request: Request) -> Fault | None:
-        return Fault(answer=(403, "AccessDenied")) if request.method == "PUT" and "/r00001" in request.path else None
+    def refuse(request: Request) -> Mishap | None:
+        return Mishap(answer=(403, "AccessDenied")) if request.method == "PUT" and "/r00001" in request.path else None
 
     proxy.fault = refuse
     with saver_of(url, 0) as saver:

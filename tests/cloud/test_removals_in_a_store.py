@@ -18,7 +18,7 @@ from asyncckpt.engine.upload import upload_attempt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, first
+from tests.cloud.fault_proxy import FAULTS, FaultProxy, Mishap, first
 from tests.cloud.small_parts import is_equal, objects, state
 from tests.cloud.test_uploads import marks, open_saver, options, small_parts
 
@@ -36,7 +36,7 @@ def test_a_step_that_was_saved_anew_has_no_leftovers(owner: seaweed.Server, url:
 
 def test_who_may_not_remove_hears_why(proxy: FaultProxy, url: str) -> None:
     asyncckpt.save(url, state(0), step=0)
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if request.kind == "delete" else None
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied")) if request.kind == "delete" else None
     for _ in range(2):  # Behind the first one it is decided.
         with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied") as failed:
             asyncckpt.checkpoints.remove(url, 0)
@@ -57,7 +57,7 @@ def test_nobody_builds_upon_what_a_late_request_may_remove(proxy: FaultProxy, ur
     """The decision to remove a step was not answered: it may come yet, and whoever opens the directory completes it."""
     asyncckpt.save(url, state(0), step=0)
     asyncckpt.save(url, state(0), step=1)
-    proxy.fault = first("put", [Fault(answer=(403, "AccessDenied")), FAULTS["silent"]], where="/manifests/.d-")
+    proxy.fault = first("put", [Mishap(answer=(403, "AccessDenied")), FAULTS["silent"]], where="/manifests/.d-")
     with pytest.raises(asyncckpt.IOFailedError):
         asyncckpt.checkpoints.remove(url, [0])
     proxy.fault = lambda request: None
@@ -70,7 +70,7 @@ def test_a_step_that_was_removed_does_not_hold_up_those_that_are_left(
     proxy: FaultProxy, url: str, tmp_path: Path
 ) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url))
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied"))
     for step in range(4):
         saver.save(step)
     with pytest.raises(asyncckpt.IOFailedError):
@@ -90,7 +90,7 @@ def test_what_an_upload_builds_upon_may_be_removed_meanwhile(
     """A prune of the store cannot see what will need a step before its manifest is there."""
     table = asyncckpt.HashTable("t", 2)
     table.insert(torch.arange(9), torch.zeros(9, 2))
-    left, store = [Fault(answer=(403, "AccessDenied"))], ObjectStore(StoreUrl.of(url))
+    left, store = [Mishap(answer=(403, "AccessDenied"))], ObjectStore(StoreUrl.of(url))
 
     def upload(root: Any, to: ObjectStore, name: str, wanted: Any) -> bool:
         is_new = real(root, to, name, wanted)

@@ -21,7 +21,7 @@ from asyncckpt.format.names import Attempt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, Request, first
+from tests.cloud.fault_proxy import FAULTS, FaultProxy, Mishap, Request, first
 from tests.cloud.small_parts import is_equal, keys, objects, small_parts, state
 
 __all__ = ["small_parts"]  # Every test of this file has it.
@@ -82,7 +82,7 @@ def test_tables_deltas_filters_and_retention(owner: seaweed.Server, url: str) ->
 
 def test_a_save_that_is_refused_leaves_nothing(proxy: FaultProxy, url: str) -> None:
     with asyncckpt.Saver(path=url, tensors=state(), parallel=2) as saver:
-        proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if request.kind == "put" else None
+        proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied")) if request.kind == "put" else None
         for _ in range(2):
             with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
                 saver.save_async(0).result()
@@ -100,9 +100,9 @@ def test_files_that_vanish_are_missed(proxy: FaultProxy, url: str, behind: Objec
         for key in keys(behind):
             behind.remove(key)
 
-    def disturb(request: Request) -> Fault | None:
+    def disturb(request: Request) -> Mishap | None:
         is_meant = request.kind == kind and (kind != "put" or "/manifests/0" in request.path)
-        return Fault(when_done=remove_files) if is_meant else None
+        return Mishap(when_done=remove_files) if is_meant else None
 
     with asyncckpt.Saver(path=url, tensors=state(), parallel=1) as saver:
         proxy.fault = disturb
@@ -200,7 +200,7 @@ def test_a_loop_whose_last_step_is_acknowledged_ends_well_without_the_store(prox
         assert future is not None
         future.result()
         checkpointer._saver.wait_idle()
-        proxy.fault = lambda request: Fault(answer=(403, "ExpiredToken"))
+        proxy.fault = lambda request: Mishap(answer=(403, "ExpiredToken"))
     proxy.fault = lambda request: None
     assert asyncckpt.list_steps(url) == [1]
 
@@ -218,9 +218,9 @@ def test_a_store_that_fails_for_a_while_is_tried_again(
 ) -> None:
     """Longer than the client tries by itself; from the arena, which holds all of it still."""
 
-    def disturb(request: Request) -> Fault | None:
+    def disturb(request: Request) -> Mishap | None:
         is_logged = "SlowDown: it is tried again for" in caplog.text
-        return Fault(answer=(503, "SlowDown")) if request.kind == "part" and not is_logged else None
+        return Mishap(answer=(503, "SlowDown")) if request.kind == "part" and not is_logged else None
 
     with asyncckpt.Saver(path=url, tensors=state(3), parallel=1) as saver:
         proxy.fault = disturb
@@ -231,7 +231,7 @@ def test_a_store_that_fails_for_a_while_is_tried_again(
 
 def test_a_cancelled_save_leaves_nothing(proxy: FaultProxy, url: str) -> None:
     with asyncckpt.Saver(path=url, tensors=state(), parallel=2) as saver:
-        proxy.fault = lambda request: Fault(answer=(503, "SlowDown")) if request.kind == "part" else None
+        proxy.fault = lambda request: Mishap(answer=(503, "SlowDown")) if request.kind == "part" else None
         future = saver.save_async(0)
         while not proxy.of_kind("part"):
             time.sleep(0.01)

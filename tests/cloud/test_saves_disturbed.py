@@ -8,7 +8,7 @@ import torch
 import asyncckpt
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
-from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, first
+from tests.cloud.fault_proxy import FAULTS, FaultProxy, Mishap, first
 from tests.cloud.small_parts import is_equal, small_parts, state
 from tests.shares import share_of
 
@@ -126,7 +126,7 @@ def save_filled(saver: asyncckpt.Saver, tensors: dict[str, torch.Tensor], step: 
 
 
 def save_in_doubt(
-    saver: asyncckpt.Saver, tensors: dict[str, torch.Tensor], proxy: FaultProxy, fault: Fault, *, stays: bool = False
+    saver: asyncckpt.Saver, tensors: dict[str, torch.Tensor], proxy: FaultProxy, fault: Mishap, *, stays: bool = False
 ) -> asyncckpt.IndeterminateError | None:
     """Save step 1 while no manifest gets an answer; return the error, None where one got through."""
     proxy.fault = first("put", [fault] * 100, where="/manifests/")
@@ -143,7 +143,7 @@ def save_in_doubt(
 def test_a_refusal_behind_a_try_that_may_come_is_in_doubt(proxy: FaultProxy, url: str) -> None:
     """The first PUT of the manifest is under way, the store says so to the second one and refuses the third."""
     with asyncckpt.Saver(path=url, tensors=state(0)) as saver:
-        left = [Fault(answer=(403, "AccessDenied")), FAULTS["412"], FAULTS["silent"]]
+        left = [Mishap(answer=(403, "AccessDenied")), FAULTS["412"], FAULTS["silent"]]
         proxy.fault = first("put", left, where="/manifests/")
         with pytest.raises(asyncckpt.IndeterminateError, match="AccessDenied"):
             saver.save_async(0).result()

@@ -17,7 +17,7 @@ from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 from asyncckpt.storage.store_folder import RememberedFolder, StoreFolder
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.program import invoke
 
 PART_BYTES = 5 << 20
@@ -33,17 +33,17 @@ def store(owner: seaweed.Server, url: str) -> ObjectStore:
     return open_store(url)
 
 
-def once(kind: str, fault: Fault) -> Faults:
+def once(kind: str, fault: Mishap) -> Faults:
     return Faults({kind: [fault]})
 
 
 class Faults:
     """Disturb the first requests of each kind, one after the other."""
 
-    def __init__(self, left: dict[str, list[Fault]]) -> None:
+    def __init__(self, left: dict[str, list[Mishap]]) -> None:
         self.left = left
 
-    def __call__(self, request: Request) -> Fault | None:
+    def __call__(self, request: Request) -> Mishap | None:
         waiting = self.left.get(request.kind)
         return waiting.pop(0) if waiting else None
 
@@ -127,12 +127,12 @@ def test_listings_show_names_below_a_prefix_alone(store: ObjectStore) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(Fault(answer=(503, "SlowDown")), id="slow down"),
-        pytest.param(Fault(answer_after=(500, "InternalError")), id="500 after success"),
-        pytest.param(Fault(cut_up=0), id="cut"),
+        pytest.param(Mishap(answer=(503, "SlowDown")), id="slow down"),
+        pytest.param(Mishap(answer_after=(500, "InternalError")), id="500 after success"),
+        pytest.param(Mishap(cut_up=0), id="cut"),
     ],
 )
-def test_a_disturbed_request_is_tried_again(proxy: FaultProxy, url: str, kind: str, fault: Fault) -> None:
+def test_a_disturbed_request_is_tried_again(proxy: FaultProxy, url: str, kind: str, fault: Mishap) -> None:
     store, raw = open_store(url), random_bytes(2 * PART_BYTES)
     proxy.fault = faults = once(kind, fault)
     is_forgotten = (kind, fault.answer_after) == ("complete upload", (500, "InternalError"))
@@ -149,7 +149,7 @@ def test_a_disturbed_request_is_tried_again(proxy: FaultProxy, url: str, kind: s
 def test_a_body_that_breaks_off_is_read_on(proxy: FaultProxy, url: str) -> None:
     store, raw = open_store(url), random_bytes(1 << 20)
     store.put("data/x", [raw], part_bytes=PART_BYTES, parallel=1)
-    proxy.fault = faults = once("get", Fault(cut_down=1000))
+    proxy.fault = faults = once("get", Mishap(cut_down=1000))
     assert store.read_whole("data/x", bytes_max=len(raw)) == raw.tobytes()
     assert faults.left == {"get": []}
 
@@ -159,7 +159,7 @@ def test_a_listing_that_breaks_off_is_asked_for_again(proxy: FaultProxy, url: st
     store = open_store(url)
     for number in range(3):
         store.put_new(f"data/{number}", b"1")
-    proxy.fault = faults = once("list", Fault(cut_down=100))
+    proxy.fault = faults = once("list", Mishap(cut_down=100))
     found = store.names("data") if where == "names" else [item.key[5:] for item in store.below("data")]
     assert sorted(found) == ["0", "1", "2"]
     assert faults.left == {"list": []}
@@ -168,7 +168,7 @@ def test_a_listing_that_breaks_off_is_asked_for_again(proxy: FaultProxy, url: st
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_silent_store_ends_a_request_within_its_deadline(proxy: FaultProxy, url: str, is_done: bool) -> None:
     store = open_store(url, StoreLimits(request_s=0.5, retry_s=1.0, retries_max=1))
-    proxy.fault = lambda request: Fault(silent=not is_done, silent_after=is_done)
+    proxy.fault = lambda request: Mishap(silent=not is_done, silent_after=is_done)
     for call in (lambda: store.put_new("manifests/1", b"1"), lambda: store.find("x"), lambda: store.names("x")):
         with pytest.raises(IOFailedError, match="did not answer in time") as failed:
             call()
@@ -178,7 +178,7 @@ def test_a_silent_store_ends_a_request_within_its_deadline(proxy: FaultProxy, ur
 @pytest.mark.parametrize("code", ["OperationAborted", "SlowDown"])
 def test_a_store_that_stays_busy_is_one_error(proxy: FaultProxy, url: str, code: str) -> None:
     store = open_store(url, StoreLimits(request_s=0.5, retry_s=1.0, retries_max=1))
-    proxy.fault = lambda request: Fault(answer=(409 if code == "OperationAborted" else 503, code))
+    proxy.fault = lambda request: Mishap(answer=(409 if code == "OperationAborted" else 503, code))
     with pytest.raises(IOFailedError, match=code) as failed:
         store.put("data/x", [b"1"], part_bytes=PART_BYTES, parallel=1)
     assert failed.value.errno == errno.ETIMEDOUT
@@ -194,7 +194,7 @@ def test_a_store_that_stays_busy_is_one_error(proxy: FaultProxy, url: str, code:
     ],
 )
 def test_a_refusal_says_what_to_do(proxy: FaultProxy, url: str, status: int, code: str, hint: str) -> None:
-    proxy.fault = lambda request: Fault(answer=(status, code))
+    proxy.fault = lambda request: Mishap(answer=(status, code))
     with pytest.raises(CheckpointError, match=hint) as failed:
         open_store(url).put_new("manifests/1", b"1")
     assert code in str(failed.value)
@@ -266,7 +266,7 @@ def test_settings_that_are_missing_or_wrong_are_no_network_that_is_down(
 
 def test_a_refusal_that_says_no_code_may_be_one_of_credentials(proxy: FaultProxy, url: str) -> None:
     """The answer to a HEAD has no body, and that to an expired token is a 400."""
-    proxy.fault = lambda request: Fault(answer=(400, "ExpiredToken"))
+    proxy.fault = lambda request: Mishap(answer=(400, "ExpiredToken"))
     with pytest.raises(IOFailedError, match="expired") as failed:
         open_store(url).find("key")
     assert failed.value.errno == errno.EACCES
@@ -283,20 +283,20 @@ def test_a_range_behind_the_end_of_an_object_is_empty(store: ObjectStore) -> Non
 
 def test_a_key_that_an_unanswered_request_may_make_is_in_doubt(proxy: FaultProxy, url: str) -> None:
     """The first request is under way somewhere; that the second one is refused says nothing of it."""
-    left = [Fault(answer=(403, "AccessDenied")), Fault(silent=True)]
+    left = [Mishap(answer=(403, "AccessDenied")), Mishap(silent=True)]
     proxy.fault = lambda request: left.pop() if request.kind == "put" and left else None
     store = ObjectStore(StoreUrl.of(url), StoreLimits(request_s=1.0, retry_s=5.0))
     with pytest.raises(IOFailedError, match="AccessDenied") as raised:
         store.put_new("key", b"x")
     assert raised.value.errno == errno.ETIMEDOUT
-    left += [Fault(answer=(403, "AccessDenied"))]
+    left += [Mishap(answer=(403, "AccessDenied"))]
     with pytest.raises(IOFailedError, match="AccessDenied") as raised:
         store.put_new("key", b"x")
     assert raised.value.errno == errno.EACCES
 
 
 def test_a_key_that_an_unanswered_request_has_made_is_found(proxy: FaultProxy, url: str) -> None:
-    left = [Fault(silent_after=True)]
+    left = [Mishap(silent_after=True)]
     proxy.fault = lambda request: left.pop() if request.kind == "put" and left else None
     store = ObjectStore(StoreUrl.of(url), StoreLimits(request_s=1.0, retry_s=5.0))
     assert not store.put_new("key", b"x")

@@ -17,7 +17,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import checkpoints
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.small_parts import small_parts
 
 __all__ = ["small_parts"]
@@ -26,18 +26,18 @@ OPERATIONS_COUNT = 40
 IDS_COUNT = 30
 # Those that a client waits for take seconds: each tenth fault.
 QUICK = [
-    Fault(answer_after=(500, "InternalError")),
-    Fault(answer=(503, "SlowDown")),
-    Fault(answer=(403, "AccessDenied")),
-    Fault(cut_up=10),
-    Fault(cut_down=3),
+    Mishap(answer_after=(500, "InternalError")),
+    Mishap(answer=(503, "SlowDown")),
+    Mishap(answer=(403, "AccessDenied")),
+    Mishap(cut_up=10),
+    Mishap(cut_down=3),
 ]
-SLOW = [Fault(silent=True), Fault(silent_after=True)]
+SLOW = [Mishap(silent=True), Mishap(silent_after=True)]
 Image = tuple[float, dict[int, float]]
 
 
 @dataclass
-class Program:
+class StoreProgram:
     """saved: what may be there, by step. acknowledged: what was said to be there. gone: what was removed, perhaps."""
 
     proxy: FaultProxy
@@ -72,7 +72,7 @@ class Program:
         begin = len(self.proxy.requests) + after
         self.done.append(f"fault {fault} at {after}, {count} times")
 
-        def disturb(request: Request) -> Fault | None:
+        def disturb(request: Request) -> Mishap | None:
             return fault if begin <= request.number < begin + count else None
 
         self.proxy.fault = disturb
@@ -219,4 +219,4 @@ class Program:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lane", [0, *(pytest.param(lane, marks=pytest.mark.slow) for lane in range(1, 20))])
 def test_what_is_acknowledged_is_there(proxy: FaultProxy, url: str, base_seed: int, lane: int) -> None:
-    Program(proxy, url, random.Random(base_seed + lane)).run()
+    StoreProgram(proxy, url, random.Random(base_seed + lane)).run()

@@ -22,7 +22,7 @@ from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.observe.serve import Watched, server_of
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import Fault, FaultProxy
+from tests.cloud.fault_proxy import FaultProxy, Mishap
 from tests.program import invoke
 
 MIB = 1 << 20
@@ -168,7 +168,7 @@ def test_answers_in_json_name_the_url(owner: seaweed.Server, url: str) -> None:
 
 
 def test_a_doctor_who_is_refused_says_so_and_leaves_nothing(proxy: FaultProxy, url: str) -> None:
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if request.kind == "get" else None
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied")) if request.kind == "get" else None
     answer = invoke("doctor", url, "--mib", "1")
     assert (answer.exit_code, "AccessDenied" in answer.output) == (ExitCode.FAILED, True)
     assert ObjectStore(StoreUrl.of(url)).below("") == []

@@ -19,7 +19,8 @@ from asyncckpt.plan import image
 from asyncckpt.storage import object_store
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
-from tests.cloud.fault_proxy import FAULTS, Fault, FaultProxy, Request, first
+from tests.cloud.fault_proxy import FAULTS, FaultProxy, Mishap, Request, first
+from tests.cloud.small_parts import state
 
 PART_BYTES = 5 << 20  # The least that S3 takes; a checkpoint of these tests has three in one file.
 
@@ -28,10 +29,6 @@ PART_BYTES = 5 << 20  # The least that S3 takes; a checkpoint of these tests has
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "PART_BYTES_MIN", PART_BYTES)
     monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0.01)
-
-
-def state(value: float = 1.0) -> dict[str, torch.Tensor]:
-    return {"weight": torch.full((3 << 20,), value), "bias": torch.full((1000,), value)}
 
 
 def options(url: str, *, deadline: float = 60.0, request_deadline: float = 10.0) -> asyncckpt.UploadOptions:
@@ -79,7 +76,7 @@ def test_an_upload_asks_as_often_as_the_page_says(proxy: FaultProxy, url: str, t
 
 def test_what_a_store_refuses_is_raised_once_and_goes_on(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, tensors = open_saver(tmp_path / "ckpt", options(url), keep=1)
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied"))
     futures = [saver.save_async(step, on_busy="wait") for step in range(3)]
     for future in futures:
         with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
@@ -97,7 +94,7 @@ def test_what_a_store_refuses_is_raised_once_and_goes_on(proxy: FaultProxy, url:
 
 def test_a_store_that_refuses_is_asked_for_each_commit_once(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url))
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied"))
     asked = []
     for step in range(6):
         proxy.requests = []
@@ -106,7 +103,7 @@ def test_a_store_that_refuses_is_asked_for_each_commit_once(proxy: FaultProxy, u
         saver.wait_idle()
         asked.append(len(proxy.requests))
     assert asked == asked[:1] * 6
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if "000000000001" in request.path else None
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied")) if "000000000001" in request.path else None
     saver.save_async(6).wait_uploaded()
     with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
         saver.wait_idle()
@@ -118,7 +115,7 @@ def test_a_store_that_refuses_is_asked_for_each_commit_once(proxy: FaultProxy, u
 
 def test_an_error_that_nobody_has_got_is_raised_by_close(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url))
-    proxy.fault = lambda request: Fault(answer=(400, "ExpiredToken"))
+    proxy.fault = lambda request: Mishap(answer=(400, "ExpiredToken"))
     saver.save(0)
     with pytest.raises(asyncckpt.IOFailedError, match="expired"):
         saver.close()
@@ -127,7 +124,7 @@ def test_an_error_that_nobody_has_got_is_raised_by_close(proxy: FaultProxy, url:
 
 def test_retention_keeps_what_is_not_uploaded(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url), keep=1)
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied"))
     for step in range(4):
         saver.save(step)
     with pytest.raises(asyncckpt.IOFailedError):
@@ -147,7 +144,7 @@ def test_a_saver_without_upload_says_once_what_waits(
     proxy: FaultProxy, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url), keep=1)
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied"))
     for step in range(3):
         saver.save(step)
     with pytest.raises(asyncckpt.IOFailedError):
@@ -171,7 +168,7 @@ def test_the_next_saver_goes_on_where_files_are_missing(
     saver = asyncckpt.Saver(path=tmp_path / "ckpt", tensors=tensors, upload=options(url), parallel=4)
     puts = iter(range(10))
     proxy.fault = lambda request: (
-        Fault(answer=(403, "AccessDenied")) if request.kind == "complete upload" and next(puts) >= 2 else None
+        Mishap(answer=(403, "AccessDenied")) if request.kind == "complete upload" and next(puts) >= 2 else None
     )
     saver.save(0)
     with pytest.raises(asyncckpt.IOFailedError):
@@ -255,7 +252,7 @@ def test_a_writer_that_loses_at_the_last_moment_says_so(
 
 def test_damage_on_the_disk_does_not_get_into_the_store(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url))
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied"))
     with pytest.raises(asyncckpt.IOFailedError):
         saver.save_async(0).wait_uploaded()
     [file] = (tmp_path / "ckpt" / "data").glob("*/*")
@@ -318,7 +315,7 @@ def test_a_store_that_cannot_be_used_is_refused_at_once(
 
 def test_a_silent_store_is_given_up_at_the_deadline(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url, deadline=0.5, request_deadline=0.2))
-    proxy.fault = lambda request: Fault(silent=True)
+    proxy.fault = lambda request: Mishap(silent=True)
     with pytest.raises(asyncckpt.IOFailedError, match="did not answer") as failed:
         saver.save_async(0).wait_uploaded()
     assert failed.value.errno == errno.ETIMEDOUT
@@ -337,7 +334,7 @@ def test_an_outage_is_waited_for_once(
 
     monkeypatch.setattr(uploads, "upload_attempt", counted)
     saver, _ = open_saver(tmp_path / "ckpt", options(url, deadline=4.0, request_deadline=0.5))
-    proxy.fault = lambda request: Fault(answer=(503, "SlowDown"))
+    proxy.fault = lambda request: Mishap(answer=(503, "SlowDown"))
     for step in range(4):
         saver.save(step)
     with pytest.raises(asyncckpt.IOFailedError, match="SlowDown"):
@@ -350,7 +347,7 @@ def test_an_outage_is_waited_for_once(
 
 def test_a_wait_has_a_deadline(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url, deadline=0.0, request_deadline=3.0))
-    proxy.fault = lambda request: Fault(silent=True)
+    proxy.fault = lambda request: Mishap(silent=True)
     future = saver.save_async(0)
     future.result()
     with pytest.raises(asyncckpt.DeadlineError, match="did not end"):
@@ -372,7 +369,7 @@ def test_a_save_without_a_store_has_nothing_to_wait_for(tmp_path: Path) -> None:
 
 def test_a_step_that_was_removed_is_not_asked_for_again(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url))
-    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    proxy.fault = lambda request: Mishap(answer=(403, "AccessDenied"))
     saver.save(0)
     with pytest.raises(asyncckpt.IOFailedError):
         saver.close()

@@ -17,7 +17,7 @@ import torch
 import asyncckpt
 from asyncckpt.checkpoints import list_steps
 from asyncckpt.errors import CorruptError, NotFoundError
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.forked import Forks, Work, save_steps, state
 
 SEED = 19
@@ -46,14 +46,14 @@ class Killer:
         self._left = number
         self._is_done = is_done
 
-    def __call__(self, request: Request) -> Fault | None:
+    def __call__(self, request: Request) -> Mishap | None:
         self._left -= 1
         if self._left > 0:
             return None
         if self._left == 0 and self._is_done:
-            return Fault(silent_after=True, when_done=self.kill)
+            return Mishap(silent_after=True, when_done=self.kill)
         self.kill()
-        return Fault(silent=True)
+        return Mishap(silent=True)
 
     def kill(self) -> None:
         assert self.knows_pid.wait(60)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.cloud.fault_proxy import Fault, FaultProxy, Request
+from tests.cloud.fault_proxy import FaultProxy, Mishap, Request
 from tests.cloud.seaweed import Server
-from tests.ranks.processes import Ended, await_ranks, start_rank
+from tests.ranks.processes import Ended, await_ranks, outputs, start_rank
 
 RANKS_COUNT = 2
 STEPS = [0, 1, 2]
@@ -21,15 +21,11 @@ def run_ranks(folder: Path, *urls: str) -> list[Ended]:
     return await_ranks([start_rank("tests.cloud.uploading_rank", given, folder) for given in arguments], 120.0)
 
 
-def outputs(ended: list[Ended]) -> str:
-    return "\n".join(rank.output for rank in ended)
-
-
 @pytest.mark.parametrize("refusals", [0, 3])
 def test_what_a_rank_has_waited_for_is_in_the_store(proxy: FaultProxy, url: str, tmp_path: Path, refusals: int) -> None:
-    left = [Fault(answer=(503, "SlowDown"))] * refusals
+    left = [Mishap(answer=(503, "SlowDown"))] * refusals
 
-    def refuse(request: Request) -> Fault | None:
+    def refuse(request: Request) -> Mishap | None:
         return left.pop() if left and request.kind == "put" and ".probe" not in request.path else None
 
     proxy.fault = refuse

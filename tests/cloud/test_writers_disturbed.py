@@ -23,8 +23,9 @@ from asyncckpt.strategies import ShardedLoad, ShardedSave
 from tests.cloud import test_dcp_in_a_store as of_dcp
 from tests.cloud import test_ranks_in_turn_in_a_store as in_turn
 from tests.cloud import test_strategies_in_a_store as of_megatron
-from tests.cloud.fault_proxy import FAULTS, FaultProxy, Request
+from tests.cloud.fault_proxy import FAULTS, FaultProxy
 from tests.shares import share_of
+from tests.worlds.gates import nothing
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -33,7 +34,7 @@ QUICK = [name for name in FAULTS if "silent" not in name and "stall" not in name
 
 
 @dataclass(frozen=True)
-class Writer:
+class Disturbed:
     """prepare: make what is there before; write: what is disturbed; is_new: whether that is there, else what was."""
 
     prepare: Callable[[str, Path], None]
@@ -126,34 +127,30 @@ def ignoring_path(write: Callable[[str], Any]) -> Callable[[str, Path], None]:
 
 
 WRITERS = {
-    "DCP": Writer(
+    "DCP": Disturbed(
         ignoring_path(lambda url: dcp.save(of_dcp.state(0), storage_writer=StorageWriter(url, step=0))),
         ignoring_path(lambda url: dcp.save(of_dcp.state(1), storage_writer=StorageWriter(url, step=1))),
         dcp_is_new,
     ),
-    "strategies": Writer(
+    "strategies": Disturbed(
         ignoring_path(lambda url: ShardedSave().save(of_megatron.state(1), url)),
         ignoring_path(lambda url: ShardedSave().save(of_megatron.state(2), url)),
         megatron_is_new,
     ),
-    "removal of tensors": Writer(
+    "removal of tensors": Disturbed(
         ignoring_path(lambda url: ShardedSave().save(of_megatron.state(1), url)),
         ignoring_path(lambda url: ShardedLoad().remove_sharded_tensors(url, "optimizer")),
         removal_is_new,
     ),
-    "import": Writer(
-        prepare_import, lambda url, folder: _done(hf.import_checkpoint(folder / "hf", url, step=1)), import_is_new
+    "import": Disturbed(
+        prepare_import, lambda url, folder: nothing(hf.import_checkpoint(folder / "hf", url, step=1)), import_is_new
     ),
-    "compaction": Writer(prepare_chain, ignoring_path(lambda url: asyncckpt.compact(url, 2)), compaction_is_new),
-    "ranks in turn": Writer(
+    "compaction": Disturbed(prepare_chain, ignoring_path(lambda url: asyncckpt.compact(url, 2)), compaction_is_new),
+    "ranks in turn": Disturbed(
         ignoring_path(lambda url: save_in_turn(url, 0)), ignoring_path(lambda url: save_in_turn(url, 1)), turns_are_new
     ),
 }
 CASES = [(writer, fault) for writer in WRITERS for fault in QUICK]
-
-
-def _done(_: object) -> None:
-    """What is returned is not looked at."""
 
 
 def causes_of(error: Exception) -> list[BaseException]:
@@ -192,7 +189,3 @@ def test_a_disturbed_writer_leaves_what_was_or_what_is_written(
         if not is_new:
             writer.write(own, tmp_path / str(number))
             assert writer.is_new(own)
-
-
-def nothing(_: Request) -> None:
-    """Disturb no request."""

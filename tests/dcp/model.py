@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 STEPS = 3
 
 
-class Net(torch.nn.Module):
+class UnevenNet(torch.nn.Module):
     """Sizes that 2 and 4 do not divide, a buffer that is changed in forward, a scalar, tied weights."""
 
     def __init__(self, seed: int) -> None:
@@ -29,7 +29,7 @@ class Net(torch.nn.Module):
 
 def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer, spread over the ranks that are there."""
-    model = Net(seed)
+    model = UnevenNet(seed)
     if dist.is_initialized():
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -56,6 +56,15 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def blank(state: Any) -> Any:
+    """Return the same structure with other contents."""
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [blank(value) for value in state]
+    return torch.zeros(state.shape, dtype=state.dtype) if isinstance(state, torch.Tensor) else "blank"
 
 
 def image_of(state: Any, name: str = "") -> dict[str, np.ndarray[Any, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,8 @@ from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
 from asyncckpt.shard import stream
 from tests.dcp.model import differences, image_of, make, train
 from tests.dcp.test_one_process import blank, rich_state
+from tests.worlds.objects import Evil
+from tests.worlds.saves import save_one
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
@@ -108,8 +109,7 @@ def test_chunks_of_a_spread_tensor_come_in_as_boxes(tmp_path: Path, monkeypatch:
 
 def test_a_checkpoint_goes_out(tmp_path: Path) -> None:
     state = storable_state()
-    with asyncckpt.Saver(path=tmp_path / "ckpt", tensors=state) as saver:
-        saver.save(0)
+    save_one(tmp_path / "ckpt", 0, tensors=state)
     export_checkpoint(tmp_path / "ckpt", tmp_path / "dcp")
     found = blank(state)
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"))
@@ -121,8 +121,7 @@ def test_a_checkpoint_goes_out(tmp_path: Path) -> None:
 def test_tables_that_are_left_out_are_named(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 2)
     table.insert(torch.arange(3), torch.ones(3, 2))
-    with asyncckpt.Saver(path=tmp_path / "ckpt", hashtables={"user": table}, tensors={"x": torch.ones(2)}) as saver:
-        saver.save(0)
+    save_one(tmp_path / "ckpt", 0, hashtables={"user": table}, tensors={"x": torch.ones(2)})
     with pytest.warns(RuntimeWarning, match=r"tables \['user'\] are left out"):
         export_checkpoint(tmp_path / "ckpt", tmp_path / "dcp")
 
@@ -140,8 +139,7 @@ def without_no_dist(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_a_checkpoint_goes_out_by_an_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.arange(5.0), "n": 3}
-    with asyncckpt.Saver(path=tmp_path / "ckpt", tensors=state) as saver:
-        saver.save(0)
+    save_one(tmp_path / "ckpt", 0, tensors=state)
     for module in (dcp, state_dict_loader, state_dict_saver, convert):
         for name in ("load", "save"):
             monkeypatch.setattr(module, name, without_no_dist(getattr(dcp, name)), raising=False)
@@ -150,14 +148,6 @@ def test_a_checkpoint_goes_out_by_an_older_torch(tmp_path: Path, monkeypatch: py
     found = {"w": torch.zeros(5), "n": 0}
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"))
     assert (found["w"].tolist(), found["n"]) == (state["w"].tolist(), 3)
-
-
-class Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:

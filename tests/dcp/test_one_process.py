@@ -32,7 +32,9 @@ from asyncckpt.shard.files import ShardFiles
 from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
-from tests.dcp.model import differences, image_of, make, train
+from tests.dcp.model import blank, differences, image_of, make, train
+from tests.worlds.directories import flip_byte
+from tests.worlds.saves import save_one
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
 pytestmark = ALONE
@@ -58,15 +60,6 @@ def rich_state(seed: int = 0) -> dict[str, Any]:
         "list": [seed, {"inner": matrix.clone()}, "text"],
         "values": {"float": 0.1 * seed, "none": None, "bytes": b"\x00\xff", "tuple": (1, (2.5, "x")), "big": 2**70},
     }
-
-
-def blank(state: Any) -> Any:
-    """The same structure with other contents."""
-    if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [blank(value) for value in state]
-    return torch.zeros(state.shape, dtype=state.dtype) if isinstance(state, torch.Tensor) else "blank"
 
 
 def upload(saved: Any) -> Any:
@@ -305,8 +298,7 @@ def test_a_saver_s_checkpoint_is_loaded_by_dcp(tmp_path: Path) -> None:
     model, optimizer = make(seed=1)
     train(model, optimizer)
     state = {"model": model, "optim": optimizer, "epoch": 3, "blob": rich_state(1)}
-    with asyncckpt.Saver(path=tmp_path / "ckpt", tensors=state) as saver:
-        saver.save(5)
+    save_one(tmp_path / "ckpt", 5, tensors=state)
     other, its_optimizer = make(seed=2)
     train(other, its_optimizer, steps=1)
     found = {"model": other, "optim": its_optimizer, "epoch": 0, "blob": blank(rich_state())}
@@ -423,8 +415,7 @@ class _LoadsAtOnce(DefaultLoadPlanner):
 
 
 def test_two_loads_through_one_reader_do_not_close_each_others_files(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1000)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": torch.ones(1000)})
     reader, found = StorageReader(tmp_path), {"x": torch.zeros(1000)}
     dcp.load(found, storage_reader=reader, planner=_LoadsAtOnce(reader))
     assert found["x"].unique().tolist() == [1.0]
@@ -434,8 +425,7 @@ def test_two_loads_through_one_reader_do_not_close_each_others_files(tmp_path: P
 
 
 def test_a_refused_read_closes_the_files_that_it_has_opened(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1000)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": torch.ones(1000)})
     reader = StorageReader(tmp_path)
     reader.read_metadata()
     for _ in ("those that are open", "those that it opens"):
@@ -450,8 +440,7 @@ def open_shards(path: Path) -> int:
 
 
 def test_files_of_a_checkpoint_that_is_only_looked_at_are_closed(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1000)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": torch.ones(1000)})
     reader = StorageReader(tmp_path)
     for _ in range(3):
         reader.read_metadata()
@@ -468,9 +457,7 @@ def test_files_of_a_checkpoint_that_is_only_looked_at_are_closed(tmp_path: Path)
 def test_a_flipped_byte_is_found_where_it_is_looked_for(tmp_path: Path, verify: bool) -> None:
     dcp.save({"a": torch.zeros(5000)}, storage_writer=StorageWriter(tmp_path / "ckpt"))
     (shard,) = (tmp_path / "ckpt" / "data").rglob("*.safetensors")
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard)
     found = {"a": torch.ones(5000)}
     if not verify:
         dcp.load(found, storage_reader=StorageReader(tmp_path / "ckpt", verify=False))

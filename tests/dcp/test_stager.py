@@ -21,7 +21,7 @@ from asyncckpt.native import core
 from asyncckpt.plan import image
 from asyncckpt.plan.leaf_facts import addresses_of
 from asyncckpt.staging.pool import ArenaState, pool
-from tests.dcp.model import differences, image_of
+from tests.dcp.model import blank, differences, image_of
 from tests.simulated_device import SimulatedRuntime
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -82,14 +82,6 @@ class Live:
 def nested(live: dict[str, torch.Tensor], on_host: torch.Tensor) -> dict[str, Any]:
     views = {"turned": live["matrix"].t(), "conjugated": live["complex"].conj(), "tied": live["large"]}
     return {"live": dict(live), "views": views, "list": [on_host, {"epoch": 3}]}
-
-
-def blank(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [blank(value) for value in state]
-    return torch.zeros(state.shape, dtype=state.dtype) if isinstance(state, torch.Tensor) else state
 
 
 def assert_loads(path: Path, expected: dict[str, Any], *, step: int | None = None) -> None:

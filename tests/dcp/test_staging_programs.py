@@ -22,7 +22,7 @@ from asyncckpt.dcp import AsyncStager, SavePlanner, StorageReader, StorageWriter
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.plan import image
 from asyncckpt.staging.pool import ArenaState, pool
-from tests.dcp.model import differences, image_of
+from tests.dcp.model import blank, differences, image_of
 
 pytestmark = [
     pytest.mark.random,
@@ -49,7 +49,7 @@ Image = dict[str, Any]
 State = dict[str, Any]
 
 
-class Drawn:
+class DrawnStates:
     """States, from a source of random numbers."""
 
     def __init__(self, choices: random.Random) -> None:
@@ -138,18 +138,10 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
     return [tensor for child in children for tensor in tensors_of(child)]
 
 
-def blank(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [blank(value) for value in state]
-    return torch.zeros(state.shape, dtype=state.dtype) if isinstance(state, torch.Tensor) else 0
-
-
-class Program:
+class StagingProgram:
     def __init__(self, path: Path, seed: int) -> None:
         self.choices = random.Random(seed)
-        self.drawn = Drawn(self.choices)
+        self.drawn = DrawnStates(self.choices)
         self.writers = [
             StorageWriter(
                 path / name,
@@ -270,4 +262,4 @@ def test_what_is_saved_is_what_was_there_at_the_call(
         monkeypatch.setattr(image, "BLOCK_BYTES_MAX", 2_500)
     for seed in range(lane, PROGRAMS_COUNT * runs_factor, 4):
         print(f"seed {base_seed + seed}")
-        Program(tmp_path / str(seed), base_seed + seed).run()
+        StagingProgram(tmp_path / str(seed), base_seed + seed).run()

@@ -21,6 +21,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import DeltaPolicy, DeviceOptions, Loader, Saver
+from tests.worlds.rows import rows_of
 
 IDS_COUNT = 40
 STEPS_COUNT = 12
@@ -39,18 +40,6 @@ def new_table(levels: bool) -> Any:
     if levels:
         return asyncckpt.MultiLevelTable("t", 2, cache_rows=CACHE_ROWS, capacity=4, optimizer_slots=SLOTS)
     return asyncckpt.HashTable("t", 2, capacity=4, optimizer_slots=SLOTS)
-
-
-def rows_of(table: Any) -> Model:
-    with warnings.catch_warnings():
-        ids = table.ids()
-        if isinstance(table, asyncckpt.MultiLevelTable):
-            values = table.read(ids)
-        else:
-            rows = table.used_rows()
-            values = {"embedding": table.embedding[rows], "sum": table.slot("sum")[rows]}
-        columns = torch.cat([values["embedding"].double(), values["sum"].unsqueeze(1)], dim=1).tolist()
-    return {id: (first, second, total) for id, (first, second, total) in zip(ids.tolist(), columns, strict=True)}
 
 
 class CarelessTrainer:

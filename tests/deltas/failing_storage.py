@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 from asyncckpt.errors import IOFailedError
-from asyncckpt.storage.directory import Directory
+from tests.worlds.storage_calls import before_each
 
 OPERATIONS = ("make_folder", "create_file", "sync", "publish")
 HELD_SECONDS_MAX = 60.0
@@ -34,17 +32,11 @@ def watched(before: Callable[[Storage, str], None]) -> Iterator[Storage]:
     """Call `before` with the name of every operation, before it is made."""
     storage = Storage()
 
-    def wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(self: Directory, *arguments: Any, **options: Any) -> Any:
-            before(storage, name)
-            storage.operations.append(name)
-            return plain(self, *arguments, **options)
+    def hook(name: str) -> None:
+        before(storage, name)
+        storage.operations.append(name)
 
-        return operation
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in OPERATIONS:
-            patch.setattr(Directory, name, wrapped(name, getattr(Directory, name)))
+    with before_each(hook, OPERATIONS):
         yield storage
 
 

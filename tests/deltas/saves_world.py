@@ -18,7 +18,8 @@ import asyncckpt
 from asyncckpt import DeltaPolicy, IndeterminateError, IOFailedError, SaveCancelledError, Saver, UsageError
 from asyncckpt.filters import keep_rows, skip_zero_rows
 from tests.deltas.failing_storage import Hold, failing, watched
-from tests.deltas.table_world import Rows, TableWorld, new_levels, new_table, rows_of
+from tests.deltas.table_world import Rows, TableWorld, new_levels, new_table
+from tests.worlds.rows import rows_of
 
 RESULT_SECONDS_MAX = 60.0
 # The tables are so small that a share of bytes would say nothing: nearly all of a file is its header.
@@ -73,7 +74,7 @@ class SavesWorld:
         self.saver = Saver(
             path=self.root,
             hashtables={name: world.table for name, world in self.worlds.items()},
-            tensors={"dense": self.dense, "progress": _Progress(self)},
+            tensors={"dense": self.dense, "progress": _StepValue(self)},
             deltas=POLICY,
             keep=keep,
             device=asyncckpt.DeviceOptions(host_level=host_level),
@@ -240,7 +241,7 @@ class SavesWorld:
         self._check_kept()
 
 
-class _Progress:
+class _StepValue:
     """A value of the state that is different at every step."""
 
     def __init__(self, world: SavesWorld) -> None:

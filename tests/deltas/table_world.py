@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import asyncckpt
+from tests.worlds.rows import rows_of
+from tests.worlds.table_beside_dict import TableBesideDict
 
 DIM = 2
 CACHE_ROWS = 5
@@ -36,28 +37,11 @@ def new_levels(name: str, *, policy: Any = "lru") -> asyncckpt.MultiLevelTable:
     return asyncckpt.MultiLevelTable(name, DIM, cache_rows=CACHE_ROWS, policy=policy, capacity=4, **KINDS)
 
 
-def rows_of(table: asyncckpt.HashTable | asyncckpt.MultiLevelTable) -> Rows:
-    """All rows by id, as they are."""
-    ids = table.ids()
-    if isinstance(table, asyncckpt.HashTable):
-        rows = table.used_rows()
-        columns = [table.embedding[rows], table.slot("sum")[rows], table.slot("last_seen")[rows]]
-    else:
-        values = table.read(ids)
-        columns = [values["embedding"], values["sum"], values["last_seen"]]
-    embedding, sums, seen = (column.tolist() for column in columns)
-    return {
-        id: (first, second, total, last)
-        for id, (first, second), total, last in zip(ids.tolist(), embedding, sums, seen, strict=True)
-    }
-
-
-class TableWorld:
+class TableWorld(TableBesideDict):
     """The table and the dict. `rows` is what the table must hold; `number` is the newest value."""
 
     def __init__(self, table: asyncckpt.HashTable | asyncckpt.MultiLevelTable) -> None:
-        self.table = table
-        self.rows: Rows = {}
+        super().__init__(table)
         self.number = 0
 
     @property
@@ -129,26 +113,6 @@ class TableWorld:
         """More new ids than there is room for."""
         begin = 1000 + self.number
         self.insert(range(begin, begin + GROWTH_IDS))
-
-    def remove(self, ids: Sequence[int]) -> None:
-        there = sum(id in self.rows for id in ids)
-        assert self.table.remove(np.array(ids, dtype=np.int64)) == there
-        for id in ids:
-            self.rows.pop(id, None)
-
-    def evict(self, *, below: int) -> None:
-        gone = [id for id, row in self.rows.items() if row[3] < below]
-        if gone and len(gone) == len(self.rows) and all(self.rows[id][3] == 0 for id in gone):
-            with pytest.raises(asyncckpt.UsageError, match="would remove all ids, by a column nobody has written"):
-                self.table.evict("last_seen", below=below)
-            return
-        assert self.table.evict("last_seen", below=below) == len(gone)
-        for id in gone:
-            del self.rows[id]
-
-    def clear(self) -> None:
-        self.table.clear()
-        self.rows.clear()
 
     def was_loaded(self, rows: Rows) -> None:
         """The table was filled by a load."""

@@ -18,7 +18,8 @@ from asyncckpt.filters import keep_rows, skip_zero_rows
 from asyncckpt.model.table import CutVersion
 from asyncckpt.tables.touched_rows import TouchedRows
 from tests.deltas.failing_storage import Hold, watched
-from tests.deltas.table_world import Rows, TableWorld, new_table, rows_of
+from tests.deltas.table_world import Rows, TableWorld, new_table
+from tests.worlds.rows import rows_of
 
 ROWS_COUNT = 1500
 SAVES_COUNT = 14

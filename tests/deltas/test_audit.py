@@ -11,8 +11,8 @@ import torch
 
 import asyncckpt
 from asyncckpt import DebugOptions, DeltaPolicy, DeviceOptions, HashTable, Loader, MultiLevelTable, Saver, UsageError
-
-from .test_kinds import content, filled_table, loaded
+from tests.deltas.test_kinds import filled_table, loaded
+from tests.worlds.rows import rows_of
 
 AUDIT = DebugOptions(audit=True)
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_audited_is_refused(options: Any, reason: str, blocking: 
         table.lookup(torch.tensor([5000]))  # It is free again.
     with Saver(path=tmp_path, hashtables={"user": table}) as saver:
         assert saver.save(1).missed_ids == {}
-    assert loaded(tmp_path, 1) == content(table)
+    assert loaded(tmp_path, 1) == rows_of(table)
 
 
 WRITES: dict[str, Callable[[HashTable, torch.Tensor], Any]] = {
@@ -96,7 +96,7 @@ def test_writes_that_torch_does_not_count_need_a_mark(write: Any, is_marked: boo
             if is_marked:
                 table.touch(rows)
             results[is_audited] = saver.save_async(3).result(60).missed_ids
-        is_held = loaded(path, 3) == content(table)
+        is_held = loaded(path, 3) == rows_of(table)
         assert is_held == (is_marked or is_audited)
     assert results[False] == {}
     assert {name: sorted(ids) for name, ids in results[True].items()} == ({} if is_marked else {"user": [8, 9]})
@@ -112,4 +112,4 @@ def test_what_versions_show_is_not_missed(tmp_path: Path) -> None:
         assert (result.kind, result.rows_count, result.missed_ids) == ("delta", 1, {})
     target = HashTable("user", 4, optimizer_slots={"sum": torch.float32})
     Loader(tmp_path, {"user": target}).load()
-    assert content(target) == content(table)
+    assert rows_of(target) == rows_of(table)

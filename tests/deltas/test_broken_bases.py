@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,10 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.deltas.table_world import TableWorld, new_table, rows_of
+from tests.deltas.table_world import TableWorld, new_table
+from tests.deltas.test_lost_parents import remove_manifest
+from tests.worlds.directories import document_of, flip_byte, manifest_path
+from tests.worlds.rows import rows_of
 
 CHAIN = "chain 30 -> 20 -> 10 (full)"
 
@@ -35,33 +37,25 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def manifest(root: Path, step: int) -> Path:
-    return root / "manifests" / f"{step:012d}.json"
-
-
 def files(root: Path, step: int) -> list[Path]:
-    return [root / file["path"] for file in json.loads(manifest(root, step).read_text())["files"]]
+    return [root / file["path"] for file in document_of(root, step)["files"]]
 
 
 def replace_step(root: Path, step: int) -> None:
     """Put a checkpoint of another training run in the place of a step."""
     other = root.parent / "other"
     saved(other, seed=1000)
-    shutil.copy(manifest(other, step), manifest(root, step))
+    shutil.copy(manifest_path(other, step), manifest_path(root, step))
     for file in files(other, step):
         target = root / file.relative_to(other)
         target.parent.mkdir(exist_ok=True)
         shutil.copy(file, target)
 
 
-def remove_step(root: Path, step: int) -> None:
-    manifest(root, step).unlink()
-
-
 def damage_manifest(root: Path, step: int) -> None:
-    raw = bytearray(manifest(root, step).read_bytes())
+    raw = bytearray(manifest_path(root, step).read_bytes())
     raw[len(raw) // 2] ^= 1
-    manifest(root, step).write_bytes(raw)
+    manifest_path(root, step).write_bytes(raw)
 
 
 def remove_file(root: Path, step: int) -> None:
@@ -75,11 +69,9 @@ def cut_file(root: Path, step: int) -> None:
 
 def damage_file(root: Path, step: int) -> None:
     """A bit of the last row of the last column."""
-    spoilt = next(block for block in json.loads(manifest(root, step).read_text())["blocks"] if block["role"] == "id")
-    file = root / json.loads(manifest(root, step).read_text())["files"][spoilt["file"]]["path"]
-    raw = bytearray(file.read_bytes())
-    raw[spoilt["offset"]] ^= 1
-    file.write_bytes(raw)
+    spoilt = next(block for block in document_of(root, step)["blocks"] if block["role"] == "id")
+    file = root / document_of(root, step)["files"][spoilt["file"]]["path"]
+    flip_byte(file, spoilt["offset"])
 
 
 def assert_refused(root: Path, *, told: str) -> None:
@@ -100,7 +92,8 @@ def assert_refused(root: Path, *, told: str) -> None:
 
 @pytest.mark.parametrize("step", [10, 20])
 @pytest.mark.parametrize(
-    ("spoil", "what"), [(replace_step, "was rewritten"), (remove_step, "is missing"), (damage_manifest, "is damaged")]
+    ("spoil", "what"),
+    [(replace_step, "was rewritten"), (remove_manifest, "is missing"), (damage_manifest, "is damaged")],
 )
 def test_spoilt_base_is_named_with_the_chain(
     spoil: Callable[[Path, int], None], what: str, step: int, root: Path

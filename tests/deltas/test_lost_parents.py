@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -14,22 +13,24 @@ import torch
 
 import asyncckpt
 from asyncckpt import DeltaPolicy, HashTable, Loader, Saver, SaveResult
+from tests.worlds.directories import document_of, manifest_path
+from tests.worlds.rows import rows_of
 
 DIM = 256
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1e9)
 
 
-class Run:
+class ChangedTable:
     """A table that is changed before every save, and the rows of every step."""
 
     def __init__(self, root: Path, **options: Any) -> None:
         self.root = root
         self.table = HashTable("user", DIM)
-        self.rows: dict[int, list[Any]] = {}
+        self.rows: dict[int, Any] = {}
         self.table.insert(torch.arange(300), torch.zeros(300, DIM))
         self.saver = Saver(path=root, hashtables={"user": self.table}, **({"deltas": ALWAYS} | options))
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> ChangedTable:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -37,28 +38,20 @@ class Run:
 
     def save(self, step: int, **options: Any) -> SaveResult:
         self.table.insert(torch.tensor([step, 1000 + step]), torch.full((2, DIM), float(step)))
-        self.rows[step] = content(self.table)
+        self.rows[step] = rows_of(self.table)
         return self.saver.save_async(step, **options).result(60)
 
     def parents(self, step: int) -> list[int]:
-        return [parent["step"] for parent in json.loads(manifest(self.root, step).read_text())["parents"]]
+        return [parent["step"] for parent in document_of(self.root, step)["parents"]]
 
     def check(self, step: int) -> None:
         table = HashTable("user", DIM)
         Loader(self.root, {"user": table}, step=step).load()
-        assert content(table) == self.rows[step]
-
-
-def content(table: HashTable) -> list[Any]:
-    return sorted(zip(table.ids().tolist(), table.embedding[table.used_rows()].tolist(), strict=True))
-
-
-def manifest(root: Path, step: int, end: str = "json") -> Path:
-    return root / "manifests" / f"{step:012d}.{end}"
+        assert rows_of(table) == self.rows[step]
 
 
 def remove_manifest(root: Path, step: int) -> None:
-    manifest(root, step).unlink()
+    manifest_path(root, step).unlink()
 
 
 def remove_folder(root: Path, step: int) -> None:
@@ -74,9 +67,9 @@ def save_again(root: Path, step: int) -> None:
     """Put another checkpoint in the place of a step."""
     remove_folder(root, step)
     other = root.parent / "other"
-    with Run(other) as run:
+    with ChangedTable(other) as run:
         run.save(step)
-    shutil.copy(manifest(other, step), manifest(root, step))
+    shutil.copy(manifest_path(other, step), manifest_path(root, step))
     for folder in (other / "data").iterdir():
         shutil.copytree(folder, root / "data" / folder.name)
 
@@ -89,7 +82,7 @@ ALL = [remove_manifest, remove_folder, remove_file, save_again]
 def test_the_next_save_is_a_full_one_when_a_parent_is_gone(
     lose: Callable[[Path, int], None], step: int, tmp_path: Path
 ) -> None:
-    with Run(tmp_path / "run") as run:
+    with ChangedTable(tmp_path / "run") as run:
         assert [run.save(number).kind for number in range(3)] == ["full", "delta", "delta"]
         lose(run.root, step)
         with pytest.warns(RuntimeWarning, match="no longer exists.*this save is a full one") as caught:
@@ -108,7 +101,7 @@ def test_the_next_save_is_a_full_one_when_a_parent_is_gone(
 def test_a_delta_upon_what_is_gone_is_refused_before_anything_is_changed(
     lose: Callable[[Path, int], None], deltas: DeltaPolicy | None, tmp_path: Path
 ) -> None:
-    with Run(tmp_path / "run", deltas=deltas) as run:
+    with ChangedTable(tmp_path / "run", deltas=deltas) as run:
         run.save(0)
         run.save(1, kind="delta")
         lose(run.root, 0)
@@ -134,7 +127,7 @@ def test_a_parent_that_goes_while_a_delta_is_written_ends_that_and_the_next_one_
             remove_manifest(tmp_path, step)
         return blocks
 
-    with Run(tmp_path, filter_func=lose) as run:
+    with ChangedTable(tmp_path, filter_func=lose) as run:
         run.save(1)
         lost.append(1)
         with pytest.raises(asyncckpt.ConflictError, match="step 1, the base of the delta"):
@@ -145,7 +138,7 @@ def test_a_parent_that_goes_while_a_delta_is_written_ends_that_and_the_next_one_
 
 
 def test_full_saves_do_not_mind_that_an_older_one_is_gone(tmp_path: Path) -> None:
-    with Run(tmp_path) as run, warnings.catch_warnings():
+    with ChangedTable(tmp_path) as run, warnings.catch_warnings():
         warnings.simplefilter("error")
         run.save(0)
         remove_folder(tmp_path, 0)
@@ -153,7 +146,7 @@ def test_full_saves_do_not_mind_that_an_older_one_is_gone(tmp_path: Path) -> Non
 
 
 def test_a_chain_counts_from_what_was_compacted(tmp_path: Path) -> None:
-    with Run(tmp_path, deltas=DeltaPolicy(deltas_max=3, bytes_share_max=1e9), keep=2) as run:
+    with ChangedTable(tmp_path, deltas=DeltaPolicy(deltas_max=3, bytes_share_max=1e9), keep=2) as run:
         kinds = []
         for step in range(8):
             kinds.append(run.save(step).kind)
@@ -177,7 +170,7 @@ def test_bytes_and_age_count_from_what_was_compacted(
     now = [100.0]
     monkeypatch.setattr("asyncckpt.engine.features.deltas.time.monotonic", lambda: now[0])
     monkeypatch.setattr("asyncckpt.engine.save.run_save.time.monotonic", lambda: now[0])
-    with Run(tmp_path, deltas=policy) as run:
+    with ChangedTable(tmp_path, deltas=policy) as run:
         kinds = []
         for step in range(7):
             run.table.insert(torch.arange(60), torch.rand(60, DIM))
@@ -189,7 +182,7 @@ def test_bytes_and_age_count_from_what_was_compacted(
 
 
 def test_a_compaction_in_the_middle_of_a_chain_shortens_it(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
+    with ChangedTable(tmp_path) as run:
         for step in range(5):
             run.save(step)
         run.saver.compact(2).result(60)
@@ -198,7 +191,7 @@ def test_a_compaction_in_the_middle_of_a_chain_shortens_it(tmp_path: Path) -> No
         for step in (0, 1):  # They are needed by nobody any more.
             remove_manifest(tmp_path, step)
             remove_folder(tmp_path, step)
-        manifest(tmp_path, 2).unlink()
+        manifest_path(tmp_path, 2).unlink()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert run.save(6).kind == "delta"
@@ -210,7 +203,7 @@ def test_a_compaction_in_the_middle_of_a_chain_shortens_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("lose", [remove_folder, remove_file])
 def test_a_compacted_parent_that_is_gone_is_missed(lose: Callable[[Path, int], None], tmp_path: Path) -> None:
-    with Run(tmp_path, keep=1) as run:
+    with ChangedTable(tmp_path, keep=1) as run:
         for step in range(3):
             run.save(step)
         run.saver.compact(2).result(60)

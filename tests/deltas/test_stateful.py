@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -25,6 +23,8 @@ from asyncckpt.model.table import CutVersion
 from asyncckpt.native import implementation
 from asyncckpt.tables.touched_rows import TouchedRows
 from tests.deltas.saves_world import SavesWorld
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS_COUNT = 12
 LANES = 8  # So that processes can share the runs.
@@ -39,7 +39,7 @@ KINDS = st.sampled_from(["auto", "auto", "full", "delta", "delta"])
 IDS = st.integers(1, 2**IDS_COUNT - 1).map(lambda bits: [id for id in range(IDS_COUNT) if bits >> id & 1])
 
 
-class Saves(RuleBasedStateMachine):
+class SavesMachine(RuleBasedStateMachine):
     """One run."""
 
     def __init__(self) -> None:
@@ -150,18 +150,9 @@ class Saves(RuleBasedStateMachine):
         return steps[choice % len(steps)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Batches of a few rows gain nothing from threads, and lose much where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run_machine(runs_count: int, *, lane_seed: int, **options: Any) -> None:
     run_state_machine_as_test(
-        seed(lane_seed)(type("SavesOfLane", (Saves,), {})),
+        seed(lane_seed)(type("SavesOfLane", (SavesMachine,), {})),
         settings=settings(
             deadline=None,
             max_examples=runs_count,

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt import DeltaPolicy, HashTable, Loader, MultiLevelTable, Saver, SaveResult
+from asyncckpt import DeltaPolicy, HashTable, Loader, MultiLevelTable, Saver
+from tests.deltas.test_kinds import save
 from tests.shares import slow_but_for_a_share
+from tests.worlds.rows import rows_of
 
 ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0)
 ROWS = 300
@@ -48,25 +50,10 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def content(table: Table) -> dict[int, tuple[float, ...]]:
-    ids = table.ids()
-    if isinstance(table, MultiLevelTable):
-        values = table.read(ids)
-    else:
-        rows = table.used_rows()
-        values = {"embedding": table.embedding[rows], "sum": table.slot("sum")[rows]}
-    columns = torch.cat([values["embedding"], values["sum"]], dim=1).detach().tolist()
-    return dict(zip(ids.tolist(), map(tuple, columns), strict=True))
-
-
 def loaded(path: Path, step: int) -> dict[int, tuple[float, ...]]:
     target = new_hash_table()
     Loader(path, {"t": target}, step=step).load()
-    return content(target)
-
-
-def save(saver: Saver, step: int, **options: Any) -> SaveResult:
-    return saver.save_async(step, **options).result(60)
+    return rows_of(target)
 
 
 def kept_rows(table: Table, rows: torch.Tensor) -> None:
@@ -160,9 +147,9 @@ def test_saves_hold_what_others_have_written(table: Table, write: Any, kind: Any
         for step in (3, 4, 5):
             rows = table.lookup(torch.arange(10))
             future = saver.save_async(10 * step, kind=kind)
-            before = content(table)
+            before = rows_of(table)
             write(table, rows)
-            after = content(table)
+            after = rows_of(table)
             future.result(60)
             assert loaded(tmp_path, 10 * step) == before
             save(saver, 10 * step + 1, kind=kind)
@@ -180,7 +167,7 @@ def test_a_delta_compares_a_table_that_others_write(table: Table, tmp_path: Path
             table.remove(torch.tensor([200 + step]))
             result = save(saver, step)
             written.append((result.kind, result.rows_count))
-            assert loaded(tmp_path, step) == content(table)
+            assert loaded(tmp_path, step) == rows_of(table)
     assert written == [("delta", ROWS - 1), ("delta", 3), ("delta", 3), ("delta", 3)]
 
 
@@ -193,7 +180,7 @@ def test_marks_count_again_after_the_copy(table: Table, tmp_path: Path) -> None:
             else:
                 table.update(table.lookup(torch.tensor([step])), lambda rows: rows.embedding.add_(1.0))
             copied.append(save(saver, step).rows_copied)
-            assert loaded(tmp_path, step) == content(table)
+            assert loaded(tmp_path, step) == rows_of(table)
     assert copied == [ROWS, 1, 1, ROWS, 1, 1, 1, 1]
 
 
@@ -211,7 +198,7 @@ def test_each_of_two_savers_notices(table: Table, tmp_path: Path) -> None:
         save(second, 3)
         save(first, 4)
         for path, step in (("a", 4), ("b", 3)):
-            assert loaded(tmp_path / path, step) == content(table)
+            assert loaded(tmp_path / path, step) == rows_of(table)
 
 
 def test_one_warning_names_the_faster_call(table: Table, tmp_path: Path) -> None:
@@ -220,7 +207,7 @@ def test_one_warning_names_the_faster_call(table: Table, tmp_path: Path) -> None
         for step in range(6):
             table.embedding.mul_(0.5)
             assert (step < 2) == (not caught), "nothing is lost before an arena could be brought up to date"
-            save(saver, step)
+            saver.save_async(step).result(60)  # The warning names the file that calls.
     found = [warning for warning in caught if "written in place" in str(warning.message)]
     messages = [str(warning.message) for warning in found]
     assert [warning.filename for warning in found] == [__file__]
@@ -237,7 +224,7 @@ def test_a_program_that_turns_the_warning_into_an_error_can_go_on(table: Table, 
         with pytest.raises(RuntimeWarning, match="written in place"):
             saver.save_async(3)
         save(saver, 4)
-        assert loaded(tmp_path, 4) == content(table)
+        assert loaded(tmp_path, 4) == rows_of(table)
 
 
 @pytest.mark.parametrize("clear", [True, False])
@@ -251,7 +238,7 @@ def test_a_load_is_no_write_of_others(table: Table, clear: bool, tmp_path: Path)
         assert [save(saver, step).rows_copied for step in (3, 4)] == [ROWS, 0]
         table.update(table.lookup(torch.tensor([3])), lambda rows: rows.embedding.add_(1.0))
         assert save(saver, 5).rows_copied == 1
-        assert loaded(tmp_path, 5) == content(table)
+        assert loaded(tmp_path, 5) == rows_of(table)
 
 
 def test_our_modules_and_optimizers_are_no_others(table: Table, tmp_path: Path) -> None:
@@ -268,4 +255,4 @@ def test_our_modules_and_optimizers_are_no_others(table: Table, tmp_path: Path) 
         table.remove(torch.tensor([1]))
         table.insert(torch.tensor([1]), torch.ones(1, 4))
         save(saver, 6)
-        assert loaded(tmp_path, 6) == content(table)
+        assert loaded(tmp_path, 6) == rows_of(table)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import asyncckpt
+from tests.worlds.rows import columns_of
 
 DIM = 16
 ROWS_COUNT = 20_000
@@ -96,12 +97,7 @@ def contents(tables: dict[str, asyncckpt.HashTable], head: torch.nn.Linear) -> C
     """Every bit, by name; rows in the order of their ids."""
     found: Contents = {"weight": head.weight.detach().numpy().copy(), "bias": head.bias.detach().numpy().copy()}
     for name, table in tables.items():
-        ids, rows = table.ids().numpy(), table.used_rows()
-        order = np.argsort(ids)
-        found[f"{name}@id"] = ids[order]
-        for column in ("sum", "last_seen"):
-            found[f"{name}@{column}"] = table.slot(column)[rows].numpy()[order]
-        found[f"{name}@embedding"] = table.embedding[rows].numpy()[order]
+        found |= {f"{name}@{column}": values.numpy() for column, values in columns_of(table).items()}
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.staging.pool import pool
-from tests.devices.training import differing
+from tests.devices.training import differing, loaded
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
@@ -36,12 +36,6 @@ def new_state(runtime: SimulatedRuntime) -> tuple[Tensors, Tensors]:
         made |= {f"matrix{device}": matrix, f"columns{device}": matrix.t()}
     made["host"] = torch.arange(10)
     return made, {name: runtime.read(tensor).contiguous() for name, tensor in made.items()}
-
-
-def loaded(path: Path, step: int, expected: Tensors) -> Tensors:
-    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    asyncckpt.Loader(path, tensors=targets, step=step).load()
-    return targets
 
 
 @contextmanager
@@ -90,34 +84,32 @@ def check_all_else_goes_on(
     assert not {id(arena) for arena in discarded} & {id(arena) for arena in pool._arenas}
 
 
+def fail_each(path: Path, kernels: KernelsChoice, scratch_bytes: int, name: str, said: str, **how: bool) -> int:
+    """Fail the n-th of what a save does on its device, from the first one on; returns how many there are."""
+    with saving(path / "all", kernels, scratch_bytes) as (runtime, saver, values):
+        for n in range(POINTS_MAX):
+            getattr(runtime, name)(n)
+            error = error_of_save(saver, 2, **how)
+            if error is None:
+                return n
+            assert isinstance(error, asyncckpt.DeviceError), repr(error)
+            assert said in str(error)
+            check_all_else_goes_on(runtime, saver, values, path, n=n)
+    return POINTS_MAX
+
+
 @pytest.mark.parametrize(
     ("blocking", "kernels", "scratch_bytes"),
     [(False, "plain", 1 << 20), (False, "torch", 0), (True, "plain", 0), (True, "torch", 0)],
 )
 def test_a_call_that_fails(blocking: bool, kernels: KernelsChoice, scratch_bytes: int, tmp_path: Path) -> None:
-    with saving(tmp_path / "all", kernels, scratch_bytes) as (runtime, saver, values):
-        for n in range(POINTS_MAX):
-            runtime.fail_at(n)
-            error = error_of_save(saver, 2, blocking=blocking)
-            if error is None:
-                break
-            assert isinstance(error, asyncckpt.DeviceError), repr(error)
-            assert "illegal memory access" in str(error)
-            check_all_else_goes_on(runtime, saver, values, tmp_path, n=n)
-        assert 5 < n < POINTS_MAX - 1
+    count = fail_each(tmp_path, kernels, scratch_bytes, "fail_at", "illegal memory access", blocking=blocking)
+    assert 5 < count < POINTS_MAX - 1
 
 
 @pytest.mark.parametrize(("kernels", "scratch_bytes"), [("plain", 0), ("torch", 1 << 20)])
 def test_an_operation_that_fails(kernels: KernelsChoice, scratch_bytes: int, tmp_path: Path) -> None:
-    with saving(tmp_path / "all", kernels, scratch_bytes) as (runtime, saver, values):
-        for n in range(POINTS_MAX):
-            runtime.fail_operation(n)
-            error = error_of_save(saver, 2)
-            if error is None:
-                break
-            assert isinstance(error, asyncckpt.DeviceError), repr(error)
-            check_all_else_goes_on(runtime, saver, values, tmp_path, n=n)
-        assert 2 < n < POINTS_MAX - 1
+    assert 2 < fail_each(tmp_path, kernels, scratch_bytes, "fail_operation", "") < POINTS_MAX - 1
 
 
 def test_the_arena_of_a_lost_device_is_never_used_again(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import asyncckpt
 from asyncckpt.staging.pool import MAPPED_UNIT_BYTES, ArenaState, pool
 from tests.devices.tables import DeviceTable, new_target, rows_of
-from tests.devices.training import differing
+from tests.devices.training import differing, loaded
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
@@ -22,12 +22,6 @@ Tensors = dict[str, torch.Tensor]
 every_way = pytest.mark.parametrize(
     ("kernels", "scratch_bytes"), [("plain", 0), ("plain", 1 << 20), ("torch", 0), ("torch", 1 << 20)]
 )
-
-
-def loaded(path: Path, step: int, expected: Tensors) -> Tensors:
-    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    asyncckpt.Loader(path, tensors=targets, step=step).load()
-    return targets
 
 
 @every_way

@@ -13,7 +13,7 @@ import asyncckpt
 from asyncckpt.devices.watches import Watch
 from asyncckpt.engine.features.steps import StepFences
 from asyncckpt.staging.pool import Arena, ArenaState, pool
-from tests.devices.training import differing
+from tests.devices.training import differing, loaded
 from tests.simulated_device import SimulatedRuntime
 from tests.steps.gate import watch_short
 
@@ -44,12 +44,6 @@ def new_state(runtime: SimulatedRuntime) -> tuple[Tensors, Tensors]:
         "host": torch.arange(10),
     }
     return state, {name: runtime.read(tensor) for name, tensor in state.items()}
-
-
-def loaded(path: Path, step: int, expected: Tensors) -> Tensors:
-    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    asyncckpt.Loader(path, tensors=targets, step=step).load()
-    return targets
 
 
 def overwrite(state: Tensors) -> None:

@@ -17,7 +17,7 @@ import asyncckpt
 from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.errors import SaveCancelledError
-from tests.devices.training import Trainer, differing
+from tests.devices.training import DeviceTrainer, differing
 from tests.shares import slow_but_for_a_share
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
@@ -30,11 +30,11 @@ KERNELS: tuple[KernelsChoice, ...] = ("plain", "library", "torch")
 
 
 @dataclass
-class Run:
+class TortureRun:
     """One training with its saves, from a seed."""
 
     runtime: SimulatedRuntime
-    trainer: Trainer
+    trainer: DeviceTrainer
     saver: asyncckpt.Saver
     random: random.Random
 
@@ -72,9 +72,9 @@ class Run:
         return future, cut
 
 
-def new_run(runtime: SimulatedRuntime, seed: int, path: Path) -> Run:
+def new_run(runtime: SimulatedRuntime, seed: int, path: Path) -> TortureRun:
     choices = random.Random(seed)
-    trainer = Trainer.new(runtime, seed, leaves_count=choices.choice([2, 6, 20]))
+    trainer = DeviceTrainer.new(runtime, seed, leaves_count=choices.choice([2, 6, 20]))
     saver = asyncckpt.Saver(
         path=path,
         tensors=trainer.state,
@@ -86,7 +86,7 @@ def new_run(runtime: SimulatedRuntime, seed: int, path: Path) -> Run:
             streams=trainer.known,
         ),
     )
-    return Run(runtime, trainer, saver, choices)
+    return TortureRun(runtime, trainer, saver, choices)
 
 
 def wrong_tensors(runtime: SimulatedRuntime, seed: int, path: Path) -> list[str]:

@@ -7,15 +7,16 @@ save are the cut, whatever order the devices run in.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from asyncckpt import SaveFuture
+import asyncckpt
 from tests.simulated_device import SimulatedRuntime
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float64)
@@ -48,7 +49,7 @@ class Leaf:
 
 
 @dataclass
-class Trainer:
+class DeviceTrainer:
     """The state and its twins. `state` is what a Saver gets.
 
     main: the current stream of every device. known: streams that the Saver is told of. strange: streams that it is not.
@@ -64,9 +65,9 @@ class Trainer:
     number: int = 0
 
     @staticmethod
-    def new(runtime: SimulatedRuntime, seed: int, *, leaves_count: int = 12) -> Trainer:
+    def new(runtime: SimulatedRuntime, seed: int, *, leaves_count: int = 12) -> DeviceTrainer:
         """A trainer with random tensors on random devices."""
-        trainer = Trainer(runtime, random.Random(seed))
+        trainer = DeviceTrainer(runtime, random.Random(seed))
         for device in range(runtime.devices_count):
             own = trainer.random.random() < 0.5
             trainer.main.append(runtime.new_stream(device, "main") if own else runtime.current_stream(device))
@@ -125,7 +126,7 @@ class Trainer:
         for stream in self.strange:
             self.runtime.hold_back(self.main[stream.device], self.runtime.record(stream))
 
-    def fence_strange(self, future: SaveFuture) -> None:
+    def fence_strange(self, future: asyncckpt.SaveFuture) -> None:
         """Let the strange streams come behind what a save has to copy."""
         for stream in self.strange:
             future.fence(stream)
@@ -176,6 +177,13 @@ def done_at_once() -> Any:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the values in memory of their own."""
     return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def loaded(path: Path, step: int, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a step holds, in targets like what is expected."""
+    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    asyncckpt.Loader(path, tensors=targets, step=step).load()
+    return targets
 
 
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

@@ -19,6 +19,9 @@ import asyncckpt.plan.image
 from tests.chains.model import RandomChain, layer_of, load
 from tests.chains.written import write
 from tests.end_to_end.merged_ranks import as_boxes, save_each
+from tests.worlds.bits import raw_of
+from tests.worlds.directories import flip_byte
+from tests.worlds.rows import columns_of
 
 READER_LINES_MAX = 90
 CHAIN_READER_LINES_MAX = 40
@@ -283,7 +286,7 @@ def same(found: Any, expected: Any) -> bool:
             isinstance(found, torch.Tensor)
             and found.dtype is expected.dtype
             and found.shape == expected.shape
-            and raw_bytes(found) == raw_bytes(expected)
+            and raw_of(found) == raw_of(expected)
         )
     if hasattr(expected, "state_dict"):
         expected = dict(expected.state_dict())
@@ -299,17 +302,10 @@ def same(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and repr(found) == repr(expected)
 
 
-def raw_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def check_table(found: dict[str, torch.Tensor], table: asyncckpt.HashTable) -> None:
     """The same rows under the same ids; their order means nothing."""
-    order, rows = found["id"].argsort(), table.used_rows()[table.ids().argsort()]
-    assert torch.equal(found["id"][order], table.ids().sort().values)
-    assert same(found["embedding"][order], table.embedding[rows])
-    for name in ("sum", "step", "last_seen"):
-        assert same(found[name][order], table.slot(name)[rows])
+    order = found["id"].argsort()
+    assert same({name: values[order] for name, values in found.items()}, columns_of(table))
 
 
 def test_reader_is_short_and_knows_nothing_of_us() -> None:
@@ -415,9 +411,7 @@ def test_reader_sees_a_flipped_byte(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path / "ckpt", tensors={"x": torch.ones(9_000_000)}) as saver:
         saver.save(1)
     (shard,) = (tmp_path / "ckpt" / "data").glob("*/*.safetensors")
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard)
     with pytest.raises(AssertionError, match="x"):
         read_checkpoint(tmp_path / "ckpt", 1)
 

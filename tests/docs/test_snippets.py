@@ -14,7 +14,6 @@ import io
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.program import invoke
+from tests.ranks.processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Pages whose snippets are run elsewhere, and by which test.
@@ -48,7 +48,7 @@ MATCHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 @dataclass(frozen=True)
-class Block:
+class Snippet:
     """A fenced block: its language, text, the line it begins at, and what stands between it and the last one."""
 
     language: str
@@ -57,17 +57,17 @@ class Block:
     behind: str
 
 
-def blocks_of(page: str) -> list[Block]:
+def blocks_of(page: str) -> list[Snippet]:
     blocks = []
     end = 0
     for match in FENCED.finditer(page):
         line = page.count("\n", 0, match.start()) + 2
-        blocks.append(Block(match.group(1), match.group(2), line, page[end : match.start()].strip()))
+        blocks.append(Snippet(match.group(1), match.group(2), line, page[end : match.start()].strip()))
         end = match.end()
     return blocks
 
 
-def run_python(block: Block, page: str, namespace: dict[str, Any]) -> str:
+def run_python(block: Snippet, page: str, namespace: dict[str, Any]) -> str:
     # Line numbers of a traceback are those of the page.
     code = compile("\n" * (block.line - 1) + block.text, page, "exec")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -88,16 +88,10 @@ def run_torchrun(arguments: list[str]) -> str:
     return run_program(["-m", "torch.distributed.run", "--master-port", str(free_port()), *arguments])
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 RUNS = {"asyncckpt": lambda arguments: invoke(*arguments).output, "python": run_program, "torchrun": run_torchrun}
 
 
-def run_console(block: Block) -> tuple[str, str]:
+def run_console(block: Snippet) -> tuple[str, str]:
     """What the block expects and what its commands print."""
     expected, printed = [], []
     for line in block.text.splitlines():
@@ -114,7 +108,7 @@ def without_figures(text: str) -> str:
     return FIGURE.sub("n", text)
 
 
-def check(page: str, block: Block, expected: str, printed: str) -> None:
+def check(page: str, block: Snippet, expected: str, printed: str) -> None:
     if not doctest.OutputChecker().check_output(expected, printed, MATCHING):
         pytest.fail(f"{page}:{block.line} prints\n{printed}\nnot\n{expected}", pytrace=False)
 

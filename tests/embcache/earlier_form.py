@@ -8,14 +8,14 @@ from asyncckpt.embcache.find_collections import saved_tables
 from asyncckpt.embcache.path_rules import make_folders
 from asyncckpt.embcache.saver import _ExactModesSaver
 from asyncckpt.options import RankOptions
-from tests.embcache.models import Net
+from tests.embcache.models import CachedNet
 
 
 def rank_folder(*, rank: int, world_size: int) -> str:
     return f"rank{rank:05d}-of-{world_size:05d}"
 
 
-def save_rank(net: Net, path: Path, *, step: int, save_id: str) -> None:
+def save_rank(net: CachedNet, path: Path, *, step: int, save_id: str) -> None:
     """Save what one rank holds, as the rank that its shard says."""
     rank, world_size = net.shard
     saved = saved_tables(net)

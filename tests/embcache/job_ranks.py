@@ -18,7 +18,7 @@ import asyncckpt
 from asyncckpt.coordination.store_channel import StoreChannel
 from asyncckpt.embcache import EmbCacheShardedEmbeddingBagCollection, Saver
 from tests.embcache.earlier_form import save_rank
-from tests.embcache.models import Net, config, image
+from tests.embcache.models import CachedNet, config, image
 
 WORLD = 2
 DEADLINE_S = 60.0
@@ -46,7 +46,7 @@ def saves_and_loads(rank: int, folder: Path) -> None:
     policy = asyncckpt.DeltaPolicy(deltas_max=100, bytes_share_max=1000.0)
     with Saver(peers_deadline=DEADLINE_S, deltas=policy, keep=2) as saver:
         assert (saver.rank, saver.world_size) == (rank, WORLD)
-        net = Net(shard=(rank, WORLD)).trained(range(3))
+        net = CachedNet(shard=(rank, WORLD)).trained(range(3))
         assert saver.save(net, path).step == 0
         first = image(net)
         net.trained(range(3, 6))
@@ -55,7 +55,7 @@ def saves_and_loads(rank: int, folder: Path) -> None:
         net.trained(range(6, 12))
         result = future.result(DEADLINE_S)
         assert (result.step, result.kind) == (1, "delta")
-        fresh = Net(shard=(rank, WORLD))
+        fresh = CachedNet(shard=(rank, WORLD))
         report = saver.load(fresh, path)
         assert image(fresh) == cut
         assert (report.step, report.world_size, report.passed_over) == (1, WORLD, ())
@@ -67,7 +67,7 @@ def saves_and_loads(rank: int, folder: Path) -> None:
         saver.load(fresh, path)
         assert image(fresh) == image(net)
         assert saver.save(net, folder / "other").step == 0  # A second directory, over the same channel.
-        other = Net(shard=(rank, WORLD)).trained(range(2))
+        other = CachedNet(shard=(rank, WORLD)).trained(range(2))
         future = saver.save_async(other, path)  # Another module opens the directory anew.
         dist.barrier()
         dist.destroy_process_group()
@@ -84,7 +84,7 @@ def errors_of_one_rank(rank: int, folder: Path) -> None:
     """What goes wrong on one rank is told to the other, and nothing is saved or changed; the next call works."""
     group_of(rank, folder)
     path = folder / "sparse"
-    net = Net(shard=(rank, WORLD)).trained(range(3))
+    net = CachedNet(shard=(rank, WORLD)).trained(range(3))
     bad = path / "password" if rank == 1 else path
     with Saver(peers_deadline=DEADLINE_S) as saver:
         for _ in range(2):  # Before the directory is open, and after.
@@ -105,7 +105,7 @@ def errors_of_one_rank(rank: int, folder: Path) -> None:
         before = image(net)
         if rank == 1:
             raised(asyncckpt.UsageError, "sensitive word", saver.load, net, bad)
-            double = Net(shard=(rank, WORLD), dtype=torch.float64)
+            double = CachedNet(shard=(rank, WORLD), dtype=torch.float64)
             raised(asyncckpt.IncompatibleError, "dtype", saver.load, double, path)
         else:
             raised(asyncckpt.PeerError, "the load failed on rank 1: UsageError", saver.load, net, bad)
@@ -126,14 +126,14 @@ def errors_of_one_rank(rank: int, folder: Path) -> None:
 def by_files(rank: int, folder: Path) -> None:
     """Without torch.distributed the ranks find each other in the directory."""
     torch.set_num_threads(1)
-    net = Net(shard=(rank, WORLD), admit_after=2).trained(range(3))
+    net = CachedNet(shard=(rank, WORLD), admit_after=2).trained(range(3))
     given = {"world_size": WORLD} if rank == 0 else {}  # Or the tables say it.
     with Saver(rank=rank, peers_deadline=DEADLINE_S, **given) as saver:
         assert saver.world_size == given.get("world_size")
         assert saver.save(net, folder / "sparse").step == 0
         net.trained(range(3, 6))
         if rank == 1:
-            wrong = Net(shard=(0, WORLD))
+            wrong = CachedNet(shard=(0, WORLD))
             raised(asyncckpt.UsageError, "does not belong", saver.save, wrong, folder / "sparse")
         else:
             raised(asyncckpt.PeerError, "because of rank 1", saver.save, net, folder / "sparse")
@@ -143,7 +143,7 @@ def by_files(rank: int, folder: Path) -> None:
 def dies(rank: int, folder: Path, victim: int, sends_count: int) -> None:
     """In the second save a rank dies instead of sending its message number `sends_count`."""
     group_of(rank, folder)
-    net = Net(shard=(rank, WORLD)).trained(range(3))
+    net = CachedNet(shard=(rank, WORLD)).trained(range(3))
     saver = Saver(peers_deadline=5.0)
     assert saver.save(net, folder / "sparse").step == 0
     dist.barrier()
@@ -169,11 +169,11 @@ def dies(rank: int, folder: Path, victim: int, sends_count: int) -> None:
 def goes_on(rank: int, folder: Path) -> None:
     """A job that begins where the newest save is, whoever has written it."""
     group_of(rank, folder, store="store-of-another-group")
-    net = Net(shard=(rank, WORLD))
+    net = CachedNet(shard=(rank, WORLD))
     with Saver(peers_deadline=DEADLINE_S) as saver:
         step = saver.load(net, folder / "sparse").step
         assert step is not None
-        trained = Net(shard=(rank, WORLD)).trained(range(3 * (step + 1)))
+        trained = CachedNet(shard=(rank, WORLD)).trained(range(3 * (step + 1)))
         assert image(net) == image(trained)
         assert saver.save(net.trained(range(3 * (step + 1), 9)), folder / "sparse").step == step + 1
 
@@ -182,12 +182,12 @@ def earlier_form(rank: int, folder: Path) -> None:
     """A directory in which an earlier job left one directory per rank."""
     group_of(rank, folder)
     path = folder / "sparse"
-    net = Net(shard=(rank, WORLD), admit_after=2).trained(range(3))
+    net = CachedNet(shard=(rank, WORLD), admit_after=2).trained(range(3))
     save_rank(net, path, step=4, save_id="one")
     if rank == 1:
         save_rank(net, path, step=6, save_id="two")  # A crash before rank 0 committed.
     dist.barrier()
-    fresh = Net(shard=(rank, WORLD), admit_after=2)
+    fresh = CachedNet(shard=(rank, WORLD), admit_after=2)
     with Saver(peers_deadline=DEADLINE_S) as saver:
         report = saver.load(fresh, path)
         assert (report.step, report.world_size, report.passed_over) == (4, WORLD, (6,))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import asyncckpt
-from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection, EmbCacheTableConfig
+from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection, EmbCacheTableConfig, Saver
+from tests.worlds.rows import table_image
 
 Batch = dict[str, tuple[torch.Tensor, torch.Tensor]]
 Image = dict[str, dict[int, bytes]]
@@ -31,7 +33,7 @@ def config(name: str = "user", features: Iterable[str] = ("clicks", "likes"), **
     return EmbCacheTableConfig(name=name, feature_names=tuple(features), **{**chosen, **options})
 
 
-class Net(nn.Module):
+class CachedNet(nn.Module):
     """Tables `user` (two features), `ad` (mean) and `word` (one row per id), and a dense layer."""
 
     def __init__(self, shard: tuple[int, int] = (0, 1), *, admit_after: int = 1, **options: Any) -> None:
@@ -57,7 +59,7 @@ class Net(nn.Module):
         self(batch).square().backward()
         self.adagrad.step()
 
-    def trained(self, steps: range) -> Net:
+    def trained(self, steps: range) -> CachedNet:
         for step in steps:
             self.train_step(step)
         return self
@@ -79,19 +81,7 @@ def make_batch(seed: int, *, shard: tuple[int, int] = (0, 1), samples: int = 5) 
     return batch
 
 
-def table_image(table: Any) -> dict[int, bytes]:
-    """id -> the bytes of its row in every column."""
-    ids = table.ids()
-    if not len(ids):
-        return {}
-    columns = [value.reshape(len(ids), -1).contiguous() for value in table.read(ids).values()]
-    return {
-        int(id): b"".join(bytes(column[index].view(torch.uint8).tolist()) for column in columns)
-        for index, id in enumerate(ids.tolist())
-    }
-
-
-def image(net: Net) -> Image:
+def image(net: CachedNet) -> Image:
     """A copy of every bit of all tables, and of the counts of candidates."""
     copied: Image = {}
     for collection in (net.bags, net.below["words"]):
@@ -118,3 +108,15 @@ def union(images: Iterable[Image]) -> Image:
 def owners(rows: dict[int, bytes], world_size: int) -> set[int]:
     """The ranks that own the ids of a table, by their unsigned value."""
     return {id % 2**64 % world_size for id in rows}
+
+
+def load_ranks(found: Sequence[CachedNet], path: Path, *, step: int | None = None, **options: Any) -> Image:
+    """Load the nets of all ranks, one after the other; without `world_size` the tables say how many they are."""
+    for net in found:
+        rank, world_size = net.shard
+        with Saver(rank=rank, **options) as saver:
+            report = saver.load(net, path, step=step)
+        own = image(net)
+        assert report.rows == {name: len(rows) for name, rows in own.items()}
+        assert all(owners(rows, world_size) <= {rank} for rows in own.values())
+    return union(map(image, found))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Rows:
+class RecsdkRows:
     """Rows of one table: ids int64 [n], embedding and momenta float32 [n, dim]."""
 
     ids: NDArray[np.int64]
@@ -23,12 +23,12 @@ class Rows:
     @staticmethod
     def random(
         seed: int, *, count: int = 200, dim: int = 4, momenta: int = 1, counts: bool = False, seen: bool = False
-    ) -> Rows:
+    ) -> RecsdkRows:
         generator = np.random.default_rng(seed)
         ids = np.unique(generator.integers(-(2**63), 2**63 - 1, count))
         ids = generator.permutation(np.union1d(ids, [-1, 0, 5, -(2**63), 2**63 - 1]))
         shape = (len(ids), dim)
-        return Rows(
+        return RecsdkRows(
             ids=ids,
             embedding=generator.random(shape, dtype=np.float32),
             momenta=tuple(generator.random(shape, dtype=np.float32) for _ in range(momenta)),
@@ -39,9 +39,9 @@ class Rows:
             else None,
         )
 
-    def take(self, chosen: NDArray[np.bool_]) -> Rows:
+    def take(self, chosen: NDArray[np.bool_]) -> RecsdkRows:
         own = set(self.ids[chosen].tolist())
-        return Rows(
+        return RecsdkRows(
             ids=self.ids[chosen],
             embedding=self.embedding[chosen],
             momenta=tuple(momentum[chosen] for momentum in self.momenta),
@@ -49,7 +49,7 @@ class Rows:
             seen=None if self.seen is None else {id: at for id, at in self.seen.items() if id in own},
         )
 
-    def split(self, world_size: int) -> list[Rows]:
+    def split(self, world_size: int) -> list[RecsdkRows]:
         """As RecSDK spreads them, by the signed remainder of C++ (it does not matter to a reader)."""
         owner = np.abs(np.fmod(self.ids, world_size))
         return [self.take(owner == rank) for rank in range(world_size)]
@@ -61,7 +61,7 @@ def write_array(folder: Path, values: NDArray[np.generic], *attributes: int) -> 
     (folder / "slice.data").write_bytes(np.ascontiguousarray(values).tobytes())
 
 
-def write_part(folder: Path, rows: Rows) -> None:
+def write_part(folder: Path, rows: RecsdkRows) -> None:
     """Write the folders of one rank, or of all of them merged."""
     count, dim = rows.embedding.shape
     write_array(folder / "key", rows.ids.astype("<i8"), 8, count)
@@ -77,14 +77,14 @@ def write_part(folder: Path, rows: Rows) -> None:
         (folder / "evict_timestamp" / "slice_evict_ts.data").write_bytes(times.tobytes())
 
 
-def write_ranks(path: Path, tables: Mapping[str, Sequence[Rows]], *, timestamp: str = "") -> None:
+def write_ranks(path: Path, tables: Mapping[str, Sequence[RecsdkRows]], *, timestamp: str = "") -> None:
     """Write the older layout: a folder per rank."""
     for name, parts in tables.items():
         for rank, rows in enumerate(parts):
             write_part(path / timestamp / name / f"rank{rank}", rows)
 
 
-def write_merged(path: Path, tables: Mapping[str, Rows], *, incremental: bool = False) -> None:
+def write_merged(path: Path, tables: Mapping[str, RecsdkRows], *, incremental: bool = False) -> None:
     """Write the newer layout: ranks merged, and meta.ini."""
     for name, rows in tables.items():
         write_part(path / name, rows)

@@ -14,12 +14,12 @@ import asyncckpt
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.embcache import Saver
 from asyncckpt.embcache.load_ranks import RanksLoad
-from tests.embcache.models import Net
+from tests.embcache.models import CachedNet
 
 DEADLINE_S = 60.0
 
 
-def save_and_fail(saver: Saver, net: Net, path: Path) -> BaseException:
+def save_and_fail(saver: Saver, net: CachedNet, path: Path) -> BaseException:
     """Return the error of a save that nobody has asked for."""
     saver.save(net, path)
     shutil.rmtree(path / "data")
@@ -31,7 +31,7 @@ def save_and_fail(saver: Saver, net: Net, path: Path) -> BaseException:
 
 
 def test_errors_of_several_folders_are_raised_together(tmp_path: Path) -> None:
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     saver = Saver(rank=0)
     first, second = (save_and_fail(saver, net, tmp_path / name) for name in ("one", "two"))
     with pytest.raises(asyncckpt.CheckpointError) as caught:
@@ -43,7 +43,7 @@ def test_errors_of_several_folders_are_raised_together(tmp_path: Path) -> None:
 
 
 async def test_async_with_lets_the_folders_go(tmp_path: Path) -> None:
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     async with Saver(rank=0) as saver:
         futures = []
         for name in ("one", "two"):
@@ -63,8 +63,8 @@ async def test_a_folder_that_would_have_to_be_waited_for_raises_on_a_loop(
 ) -> None:
     may_publish = held_publishing(monkeypatch)
     async with Saver(rank=0, on_busy="queue") as saver:
-        first = saver.save_async(Net().trained(range(2)), tmp_path / "one")
-        other = Net().trained(range(3))
+        first = saver.save_async(CachedNet().trained(range(2)), tmp_path / "one")
+        other = CachedNet().trained(range(3))
         with pytest.raises(asyncckpt.SaveInProgressError, match=r"folder '.*one' is not free.*stop its event loop"):
             saver.save_async(other, tmp_path / "one")
         may_publish.set()
@@ -74,7 +74,7 @@ async def test_a_folder_that_would_have_to_be_waited_for_raises_on_a_loop(
 
 
 def test_waiting_goes_on_behind_a_folder_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     with Saver(rank=0, on_busy="queue") as saver:
         error = save_and_fail(saver, net, tmp_path / "one")
         may_publish = held_publishing(monkeypatch)
@@ -89,7 +89,7 @@ def test_waiting_goes_on_behind_a_folder_that_failed(tmp_path: Path, monkeypatch
 
 
 async def test_closing_goes_on_behind_a_folder_that_cannot_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, saver = Net().trained(range(2)), Saver(rank=0)
+    net, saver = CachedNet().trained(range(2)), Saver(rank=0)
     for name in ("one", "two"):
         saver.save(net, tmp_path / name)
     first, second = (folder.saver for folder in saver._open.values())
@@ -119,7 +119,7 @@ def test_the_other_ranks_hear_of_an_interrupted_load(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     with Saver(rank=0) as saver:
         saver.save(net, tmp_path)
         monkeypatch.setattr(saver._peers, "agree_on_load", agree)

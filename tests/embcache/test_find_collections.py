@@ -9,7 +9,7 @@ from torch import nn
 import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection
 from asyncckpt.embcache.find_collections import CHILDREN_MAX, DEPTH_MAX, find_collections, saved_tables
-from tests.embcache.models import Net, config
+from tests.embcache.models import CachedNet, config
 
 UsageError = asyncckpt.UsageError
 
@@ -32,13 +32,13 @@ def test_root_itself_is_found() -> None:
 
 
 def test_collections_are_found_with_their_paths() -> None:
-    net = Net()
+    net = CachedNet()
     assert find_collections(net) == {"bags": net.bags, "below.words": net.below["words"]}
     assert list(saved_tables(net).tables) == ["user", "ad", "word"]
 
 
 def test_companions_are_saved_beside_their_table() -> None:
-    saved = saved_tables(Net(admit_after=3))
+    saved = saved_tables(CachedNet(admit_after=3))
     assert list(saved.tables) == ["user", "ad", "word"]
     assert list(saved.companions) == ["ad.candidates"]
 

@@ -18,7 +18,7 @@ from asyncckpt.embcache import (
     JaggedRows,
     PooledRows,
 )
-from tests.embcache.models import FEATURES, Net, config, image, make_batch
+from tests.embcache.models import FEATURES, CachedNet, config, image, make_batch
 
 UsageError = asyncckpt.UsageError
 
@@ -188,8 +188,8 @@ def test_shared_table_counts_an_id_once_a_batch() -> None:
 
 
 def test_optimizers_find_the_tables_and_train_them() -> None:
-    one, two = Net().trained(range(6)), Net(cache_rows=1000).trained(range(6))
-    start = Net()
+    one, two = CachedNet().trained(range(6)), CachedNet(cache_rows=1000).trained(range(6))
+    start = CachedNet()
     assert image(one) == image(two)  # Of whatever size the cache is.
     start.bags(make_batch(0))
     id = int(make_batch(0)["clicks"][0][0])

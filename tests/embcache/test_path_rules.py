@@ -13,7 +13,7 @@ import pytest
 import asyncckpt
 from asyncckpt.embcache import PathRules, Saver, path_rules
 from asyncckpt.embcache.path_rules import FORBIDDEN_PREFIXES, SENSITIVE_WORDS, STRICT, file_system_of, make_folders
-from tests.embcache.models import Net
+from tests.embcache.models import CachedNet
 
 UsageError = asyncckpt.UsageError
 
@@ -139,10 +139,10 @@ def test_link_in_place_of_an_own_folder_is_refused(folder: Path, name: str) -> N
     path.mkdir(0o750)
     (path / name).symlink_to(folder / "elsewhere")
     with Saver(rank=0) as saver, pytest.raises(UsageError, match="symbolic link"):
-        saver.save(Net(), path)
+        saver.save(CachedNet(), path)
     assert list((folder / "elsewhere").iterdir()) == []
     with Saver(rank=0) as saver, pytest.raises(UsageError, match="symbolic link"):
-        saver.load(Net(), path)
+        saver.load(CachedNet(), path)
 
 
 # -- special places and words ------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_wrong_rules_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_saver_checks_before_it_makes_anything(folder: Path) -> None:
-    net = Net()
+    net = CachedNet()
     with Saver(rank=0) as saver:
         for path, text in ((folder / "Key", "sensitive word"), ("/etc/runs", "is a special one")):
             with pytest.raises(UsageError, match=text):
@@ -338,9 +338,9 @@ def test_saver_checks_before_it_makes_anything(folder: Path) -> None:
 
 
 def test_rules_are_the_savers(folder: Path) -> None:
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     with Saver(rank=0, path_rules=replace(STRICT, sensitive_words=())) as saver:
         assert saver.save(net, folder / "Key").step == 0
-        assert saver.load(Net(), folder / "Key").step == 0
+        assert saver.load(CachedNet(), folder / "Key").step == 0
     with pytest.raises(UsageError, match="path_rules"):
         Saver(rank=0, path_rules=None)  # type: ignore[arg-type]

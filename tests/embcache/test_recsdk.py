@@ -15,8 +15,9 @@ import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver, SparseLoadReport
 from asyncckpt.embcache import recsdk_load as recsdk_load_module
 from asyncckpt.formats import recsdk
-from tests.embcache.models import config, owners, table_image
-from tests.embcache.recsdk_writer import Rows, write_array, write_merged, write_part, write_ranks
+from tests.embcache.models import config, owners
+from tests.embcache.recsdk_writer import RecsdkRows, write_array, write_merged, write_part, write_ranks
+from tests.worlds.rows import table_image
 
 UsageError, CorruptError = asyncckpt.UsageError, asyncckpt.CorruptError
 IncompatibleError, NotFoundError = asyncckpt.IncompatibleError, asyncckpt.NotFoundError
@@ -40,7 +41,7 @@ def load(module: EmbCacheEmbeddingBagCollection, path: Path, **options: Any) -> 
         return saver.load(module, path, **options)
 
 
-def check(module: EmbCacheEmbeddingBagCollection, *rows: Rows, slots: Mapping[str, int] | None = None) -> None:
+def check(module: EmbCacheEmbeddingBagCollection, *rows: RecsdkRows, slots: Mapping[str, int] | None = None) -> None:
     """The table holds exactly the rows of its shard; slots maps slot -> which momentum it came from."""
     table = module.tables()["user"]
     index, count = table.shard
@@ -70,7 +71,7 @@ def refused(path: Path, kind: type[Exception], text: str, **options: Any) -> Non
 @pytest.mark.parametrize("saved_by", [1, 2, 5])
 @pytest.mark.parametrize("timestamp", ["", "20250102030405"])
 def test_folders_of_ranks(path: Path, saved_by: int, timestamp: str) -> None:
-    rows = Rows.random(1)
+    rows = RecsdkRows.random(1)
     write_ranks(path, {"user": rows.split(saved_by)}, timestamp=timestamp)
     module = bags()
     module.tables()["user"].lookup(torch.tensor([123456]))  # A full load empties the table first.
@@ -83,7 +84,7 @@ def test_folders_of_ranks(path: Path, saved_by: int, timestamp: str) -> None:
 
 
 def test_newest_timestamp_is_taken(path: Path) -> None:
-    old, new = Rows.random(1), Rows.random(2)
+    old, new = RecsdkRows.random(1), RecsdkRows.random(2)
     write_ranks(path, {"user": [new]}, timestamp="20250102030406")
     write_ranks(path, {"user": [old]}, timestamp="20241231235959")
     module = bags()
@@ -92,7 +93,7 @@ def test_newest_timestamp_is_taken(path: Path) -> None:
 
 
 def test_merged_ranks(path: Path) -> None:
-    rows = Rows.random(3)
+    rows = RecsdkRows.random(3)
     write_merged(path, {"user": rows})
     module = bags()
     module.tables()["user"].lookup(torch.tensor([123456]))
@@ -104,7 +105,7 @@ def test_merged_ranks(path: Path) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("merged", [False, True])
 def test_any_number_of_ranks_by_unsigned_ids(path: Path, world_size: int, merged: bool) -> None:
-    rows = Rows.random(4)
+    rows = RecsdkRows.random(4)
     assert (rows.ids < 0).any()
     if merged:
         write_merged(path, {"user": rows})
@@ -123,7 +124,7 @@ def test_any_number_of_ranks_by_unsigned_ids(path: Path, world_size: int, merged
 
 def test_rows_come_over_in_windows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recsdk_load_module, "WINDOW_BYTES", 100)
-    rows = Rows.random(5, counts=True)
+    rows = RecsdkRows.random(5, counts=True)
     write_ranks(path, {"user": rows.split(2)})
     for rank in range(3):
         module = bags(shard=(rank, 3))
@@ -132,7 +133,7 @@ def test_rows_come_over_in_windows(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_several_tables_and_no_rows(path: Path) -> None:
-    user, none = Rows.random(6), Rows.random(7, dim=3).take(np.zeros(205, dtype=bool))
+    user, none = RecsdkRows.random(6), RecsdkRows.random(7, dim=3).take(np.zeros(205, dtype=bool))
     write_ranks(path, {"user": user.split(2), "ad": [none, none]})
     slots = {"m": torch.float32}
     module = EmbCacheEmbeddingBagCollection(
@@ -144,7 +145,7 @@ def test_several_tables_and_no_rows(path: Path) -> None:
 
 
 def test_training_goes_on_and_saves_in_our_layout(path: Path, tmp_path: Path) -> None:
-    rows = Rows.random(8)
+    rows = RecsdkRows.random(8)
     write_merged(path, {"user": rows})
     module = bags()
     own = tmp_path / "own"
@@ -162,7 +163,7 @@ def test_training_goes_on_and_saves_in_our_layout(path: Path, tmp_path: Path) ->
 
 
 def test_momenta_go_to_the_slots_in_their_order(path: Path) -> None:
-    rows = Rows.random(9, momenta=2)
+    rows = RecsdkRows.random(9, momenta=2)
     write_ranks(path, {"user": rows.split(2)})
     module = bags(optimizer_slots={"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
     load(module, path)
@@ -170,7 +171,7 @@ def test_momenta_go_to_the_slots_in_their_order(path: Path) -> None:
 
 
 def test_momenta_are_the_callers_to_choose(path: Path) -> None:
-    rows = Rows.random(10, momenta=2)
+    rows = RecsdkRows.random(10, momenta=2)
     write_merged(path, {"user": rows})
     slots = {"a": asyncckpt.Slot(torch.float32, (4,), 0.5), "b": torch.float32}
     module = bags(optimizer_slots=slots)
@@ -183,7 +184,7 @@ def test_momenta_are_the_callers_to_choose(path: Path) -> None:
 
 @pytest.mark.parametrize("momenta", [0, 2])
 def test_other_number_of_momenta_is_refused(path: Path, momenta: int) -> None:
-    write_merged(path, {"user": Rows.random(11, momenta=momenta)})
+    write_merged(path, {"user": RecsdkRows.random(11, momenta=momenta)})
     refused(path, IncompatibleError, "momentum_slots=")
 
 
@@ -191,13 +192,13 @@ def test_other_number_of_momenta_is_refused(path: Path, momenta: int) -> None:
     "momentum_slots", [{}, {"momentum2": "m"}, {"momentum1": "sum"}, {"momentum1": "embedding"}, {"m": "m"}, "m"]
 )
 def test_wrong_choice_of_momenta_is_refused(path: Path, momentum_slots: Any) -> None:
-    write_merged(path, {"user": Rows.random(12)})
+    write_merged(path, {"user": RecsdkRows.random(12)})
     refused(path, UsageError, "momentum_slots", momentum_slots=momentum_slots)
 
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_counts_and_timestamps_go_to_their_columns(path: Path, merged: bool) -> None:
-    rows = Rows.random(13, counts=True, seen=True)
+    rows = RecsdkRows.random(13, counts=True, seen=True)
     assert rows.counts is not None
     assert rows.seen is not None
     if merged:
@@ -214,7 +215,7 @@ def test_counts_and_timestamps_go_to_their_columns(path: Path, merged: bool) -> 
 
 
 def test_counts_and_timestamps_without_a_column_are_reported(path: Path) -> None:
-    write_ranks(path, {"user": Rows.random(14, counts=True, seen=True).split(2)})
+    write_ranks(path, {"user": RecsdkRows.random(14, counts=True, seen=True).split(2)})
     module = bags(metadata={"count": torch.float32}, admit_after=2)
     assert load(module, path).ignored == ("user/admit_count", "user/evict_timestamp")
     assert len(module.tables()["user"].companions()["candidates"]) == 0  # type: ignore[arg-type]
@@ -224,7 +225,7 @@ def test_counts_and_timestamps_without_a_column_are_reported(path: Path) -> None
 
 
 def test_incremental_goes_on_top(path: Path, tmp_path: Path) -> None:
-    full, part = Rows.random(15), Rows.random(16, count=20)
+    full, part = RecsdkRows.random(15), RecsdkRows.random(16, count=20)
     write_merged(path, {"user": full})
     write_merged(tmp_path / "part", {"user": part}, incremental=True)
     (tmp_path / "part").chmod(0o750)
@@ -237,10 +238,10 @@ def test_incremental_goes_on_top(path: Path, tmp_path: Path) -> None:
 
 
 def test_incremental_must_be_said(path: Path, tmp_path: Path) -> None:
-    write_merged(path, {"user": Rows.random(17)}, incremental=True)
+    write_merged(path, {"user": RecsdkRows.random(17)}, incremental=True)
     refused(path, UsageError, "load the full one first")
     (tmp_path / "ranks").mkdir(0o750)
-    write_ranks(tmp_path / "ranks", {"user": [Rows.random(17)]})
+    write_ranks(tmp_path / "ranks", {"user": [RecsdkRows.random(17)]})
     refused(tmp_path / "ranks", UsageError, "holds all rows", incremental=True)
 
 
@@ -249,7 +250,7 @@ def test_incremental_must_be_said(path: Path, tmp_path: Path) -> None:
     [("incremental=True", True), ("[meta]\nincremental = false\n", False), ("INCREMENTAL: True\r\n", True)],
 )
 def test_forms_of_the_meta_file(path: Path, text: str, incremental: bool) -> None:
-    rows = Rows.random(18)
+    rows = RecsdkRows.random(18)
     write_merged(path, {"user": rows})
     (path / "meta.ini").write_text(text)
     module = bags()
@@ -261,7 +262,7 @@ def test_forms_of_the_meta_file(path: Path, text: str, incremental: bool) -> Non
     "raw", [b"", b"incremental=maybe", b"incremental=True\nincremental=False", b"\xff", b"x" * 9999]
 )
 def test_wrong_meta_file_is_refused(path: Path, raw: bytes) -> None:
-    write_merged(path, {"user": Rows.random(19)})
+    write_merged(path, {"user": RecsdkRows.random(19)})
     (path / "meta.ini").write_bytes(raw)
     refused(path, CorruptError, r"meta\.ini")
 
@@ -270,9 +271,9 @@ def test_wrong_meta_file_is_refused(path: Path, raw: bytes) -> None:
 
 
 def test_renamed_missing_and_unknown_tables_are_refused(path: Path) -> None:
-    write_merged(path, {"person": Rows.random(20)})
+    write_merged(path, {"person": RecsdkRows.random(20)})
     refused(path, IncompatibleError, r"missing \['user'\], unknown \['person'\]")
-    write_part(path / "user", Rows.random(21))
+    write_part(path / "user", RecsdkRows.random(21))
     refused(path, IncompatibleError, r"missing \[\], unknown \['person'\]")
 
 
@@ -281,7 +282,7 @@ def test_renamed_missing_and_unknown_tables_are_refused(path: Path) -> None:
     [{"dim": 5}, {"dtype": torch.float64}, {"optimizer_slots": {"m": ()}}, {"optimizer_slots": {"m": torch.float16}}],
 )
 def test_other_dim_or_dtype_is_refused(path: Path, options: dict[str, Any]) -> None:
-    write_merged(path, {"user": Rows.random(22)})
+    write_merged(path, {"user": RecsdkRows.random(22)})
     module = bags(**options)
     module.tables()["user"].lookup(torch.tensor([3]))
     with pytest.raises(IncompatibleError, match="does not fit column"):
@@ -290,7 +291,7 @@ def test_other_dim_or_dtype_is_refused(path: Path, options: dict[str, Any]) -> N
 
 
 def test_steps_and_recsdk_do_not_go_together(path: Path) -> None:
-    write_merged(path, {"user": Rows.random(23)})
+    write_merged(path, {"user": RecsdkRows.random(23)})
     refused(path, UsageError, "have no steps", step=3)
 
 
@@ -339,7 +340,7 @@ FILES = [
 # Names of tests are in paths, where "key" is a sensitive word.
 @pytest.mark.parametrize("name", FILES, ids=[name.replace("key", "ids") for name in FILES])
 def test_damaged_file_is_named(path: Path, name: str, damage: Callable[[Path], None]) -> None:
-    write_ranks(path, {"user": Rows.random(24, counts=True, seen=True).split(2)})
+    write_ranks(path, {"user": RecsdkRows.random(24, counts=True, seen=True).split(2)})
     damage(path / "user" / "rank1" / name)
     other = {"slice_evict_key.data": "slice_evict_ts.data"}.get(Path(name).name, "")
     refused(path, CorruptError, f"rank1/{Path(name).parent}/({Path(name).name}|{other})")
@@ -349,9 +350,9 @@ def test_damaged_file_is_named(path: Path, name: str, damage: Callable[[Path], N
 @pytest.mark.parametrize("merged", [False, True])
 def test_missing_folder_is_named(path: Path, name: str, merged: bool) -> None:
     if merged:
-        write_merged(path, {"user": Rows.random(25)})
+        write_merged(path, {"user": RecsdkRows.random(25)})
     else:
-        write_ranks(path, {"user": Rows.random(25).split(2)})
+        write_ranks(path, {"user": RecsdkRows.random(25).split(2)})
     folder = path / "user" / ("" if merged else "rank1") / name
     shutil.rmtree(folder)
     refused(path, CorruptError, str(folder))
@@ -367,7 +368,7 @@ def test_missing_folder_is_named(path: Path, name: str, merged: bool) -> None:
     ],
 )  # fmt: skip
 def test_attribute_that_does_not_go_with_its_data(path: Path, name: str, attributes: tuple[int, ...]) -> None:
-    rows = Rows.random(26, counts=True)
+    rows = RecsdkRows.random(26, counts=True)
     assert len(rows.ids) == 205
     write_merged(path, {"user": rows})
     file = path / "user" / name / "slice.attribute"
@@ -377,7 +378,7 @@ def test_attribute_that_does_not_go_with_its_data(path: Path, name: str, attribu
 
 @pytest.mark.parametrize("name", ["embedding", "momentum1", "admit_count"])
 def test_counts_that_do_not_match_the_keys(path: Path, name: str) -> None:
-    rows = Rows.random(27, counts=True)
+    rows = RecsdkRows.random(27, counts=True)
     write_merged(path, {"user": rows})
     shutil.rmtree(path / "user" / name)
     if name == "admit_count":
@@ -388,21 +389,21 @@ def test_counts_that_do_not_match_the_keys(path: Path, name: str) -> None:
 
 
 def test_duplicate_ids_in_a_file_are_refused(path: Path) -> None:
-    rows = Rows.random(28)
+    rows = RecsdkRows.random(28)
     rows.ids[3] = rows.ids[100]
     write_merged(path, {"user": rows})
     refused(path, CorruptError, f"user/key/slice.data' holds the same key twice, found {rows.ids[3]}")
 
 
 def test_duplicate_ids_of_two_ranks_are_refused(path: Path) -> None:
-    one, two = Rows.random(29).split(2)
+    one, two = RecsdkRows.random(29).split(2)
     two.ids[0] = one.ids[0]
     write_ranks(path, {"user": [one, two]})
     refused(path, CorruptError, "rank0 to .*rank1' holds the same key twice")
 
 
 def test_duplicate_ids_with_timestamps_are_refused(path: Path) -> None:
-    write_merged(path, {"user": Rows.random(30, seen=True)})
+    write_merged(path, {"user": RecsdkRows.random(30, seen=True)})
     file = path / "user" / "evict_timestamp" / "slice_evict_key.data"
     raw = file.read_bytes()
     file.write_bytes(raw[8:16] + raw[8:])
@@ -410,50 +411,50 @@ def test_duplicate_ids_with_timestamps_are_refused(path: Path) -> None:
 
 
 def test_missing_rank_is_found(path: Path) -> None:
-    parts = Rows.random(31).split(3)
+    parts = RecsdkRows.random(31).split(3)
     write_ranks(path, {"user": parts})
     shutil.rmtree(path / "user" / "rank1")
     refused(path, CorruptError, r"not complete, found \['rank0', 'rank2'\], expected 'rank0 to")
 
 
 def test_tables_of_different_numbers_of_ranks_are_refused(path: Path) -> None:
-    write_ranks(path, {"user": Rows.random(32).split(2), "ad": Rows.random(33).split(3)})
+    write_ranks(path, {"user": RecsdkRows.random(32).split(2), "ad": RecsdkRows.random(33).split(3)})
     refused(path, CorruptError, r"ranks of table 'user'")
 
 
 def test_momenta_with_a_gap_are_refused(path: Path) -> None:
-    write_merged(path, {"user": Rows.random(34, momenta=3)})
+    write_merged(path, {"user": RecsdkRows.random(34, momenta=3)})
     shutil.rmtree(path / "user" / "momentum2")
     refused(path, CorruptError, r"momenta in .*user' are not complete, found \[1, 3\]")
 
 
 def test_ranks_with_different_momenta_are_refused(path: Path) -> None:
-    one, two = Rows.random(35, momenta=1).split(2)
-    write_ranks(path, {"user": [one, Rows(ids=two.ids, embedding=two.embedding)]})
+    one, two = RecsdkRows.random(35, momenta=1).split(2)
+    write_ranks(path, {"user": [one, RecsdkRows(ids=two.ids, embedding=two.embedding)]})
     refused(path, CorruptError, "rank1' has not as many momenta")
 
 
 def test_merge_that_did_not_end_is_refused(path: Path) -> None:
-    write_merged(path, {"user": Rows.random(36)})
+    write_merged(path, {"user": RecsdkRows.random(36)})
     (path / "user" / "rank1").mkdir()
     refused(path, CorruptError, "their merge did not end")
 
 
 def test_merged_table_without_meta_file_is_refused(path: Path) -> None:
-    write_merged(path, {"user": Rows.random(37)})
+    write_merged(path, {"user": RecsdkRows.random(37)})
     (path / "meta.ini").unlink()
     refused(path, CorruptError, r"meta\.ini' is missing")
 
 
 def test_unknown_part_is_refused(path: Path) -> None:
-    write_merged(path, {"user": Rows.random(38)})
+    write_merged(path, {"user": RecsdkRows.random(38)})
     (path / "user" / "frequency").mkdir()
     refused(path, asyncckpt.UnsupportedError, r"found \['frequency'\]")
 
 
 @pytest.mark.parametrize("name", ["user", "user/rank0", "user/rank0/key"])
 def test_symbolic_links_are_not_followed(path: Path, tmp_path: Path, name: str) -> None:
-    write_ranks(path, {"user": [Rows.random(39)]})
+    write_ranks(path, {"user": [RecsdkRows.random(39)]})
     (path / name).rename(tmp_path / "moved")
     (path / name).symlink_to(tmp_path / "moved")
     refused(path, asyncckpt.CheckpointError, "no checkpoint|not a folder of its own")
@@ -462,7 +463,7 @@ def test_symbolic_links_are_not_followed(path: Path, tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", ["ad", "user/momentum1", "user/evict_timestamp", "user/frequency"])
 @pytest.mark.parametrize("is_link", [True, False])
 def test_no_folder_under_a_name_is_not_left_out_unseen(path: Path, tmp_path: Path, name: str, is_link: bool) -> None:
-    write_merged(path, {"user": Rows.random(39, seen=True), "ad": Rows.random(41)})
+    write_merged(path, {"user": RecsdkRows.random(39, seen=True), "ad": RecsdkRows.random(41)})
     check_nothing_is_left_out(path, tmp_path, name, is_link=is_link or "momentum1" not in name)
 
 
@@ -470,10 +471,10 @@ def test_no_folder_under_a_name_is_not_left_out_unseen(path: Path, tmp_path: Pat
 @pytest.mark.parametrize("is_link", [True, False])
 def test_no_newest_folder_is_left_out_unseen(path: Path, tmp_path: Path, name: str, is_link: bool) -> None:
     if "user" in name:
-        write_ranks(path, {"user": Rows.random(39).split(2)})
+        write_ranks(path, {"user": RecsdkRows.random(39).split(2)})
     else:
-        write_ranks(path, {"user": [Rows.random(39)]}, timestamp="20250102030405")
-        write_ranks(path, {"user": [Rows.random(40)]}, timestamp=name)
+        write_ranks(path, {"user": [RecsdkRows.random(39)]}, timestamp="20250102030405")
+        write_ranks(path, {"user": [RecsdkRows.random(40)]}, timestamp=name)
     check_nothing_is_left_out(path, tmp_path, name, is_link=is_link)
 
 
@@ -491,7 +492,7 @@ def check_nothing_is_left_out(path: Path, tmp_path: Path, name: str, *, is_link:
 
 
 def test_links_beside_what_is_read_are_no_matter(path: Path, tmp_path: Path) -> None:
-    write_ranks(path, {"user": [Rows.random(39)]}, timestamp="20260102030405")
+    write_ranks(path, {"user": [RecsdkRows.random(39)]}, timestamp="20260102030405")
     (path / "latest").symlink_to("20260102030405")
     (path / "20260102030405" / "notes.txt").symlink_to(tmp_path / "moved")
     (tmp_path / "moved").write_text("")
@@ -499,7 +500,7 @@ def test_links_beside_what_is_read_are_no_matter(path: Path, tmp_path: Path) -> 
 
 
 def test_failure_while_reading_leaves_the_tables_empty(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_ranks(path, {"user": Rows.random(40).split(2)})
+    write_ranks(path, {"user": RecsdkRows.random(40).split(2)})
     module = bags()
     module.tables()["user"].lookup(torch.tensor([3, -4]))
     cut_off = path / "user" / "rank1" / "embedding" / "slice.data"

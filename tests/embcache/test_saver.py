@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver
 from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport
 from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX, _ExactModesSaver
-from asyncckpt.engine.process.save_lock import save_lock
-from tests.embcache.models import Net, config, image, union
+from tests.embcache.models import CachedNet, config, image, union
+from tests.worlds.directories import flip_byte
+from tests.worlds.gates import Gate
+from tests.worlds.gates import nothing_in_flight as nothing_in_flight
 
 UsageError, CorruptError = asyncckpt.UsageError, asyncckpt.CorruptError
 IncompatibleError, NotFoundError = asyncckpt.IncompatibleError, asyncckpt.NotFoundError
@@ -29,14 +30,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "save_dir" / "sparse"
 
 
-@pytest.fixture(autouse=True)
-def nothing_in_flight() -> Iterator[None]:
-    yield
-    assert save_lock.in_flight() == []
-
-
 def loaded(path: Path, **options: Any) -> Any:
-    net = Net(**options)
+    net = CachedNet(**options)
     with Saver(rank=0) as saver:
         saver.load(net, path)
     return image(net)
@@ -44,7 +39,7 @@ def loaded(path: Path, **options: Any) -> Any:
 
 def refused(net: nn.Module, path: Path, kind: type[Exception], text: str, **options: Any) -> None:
     """A load is refused, and nothing has changed."""
-    before = image(net) if isinstance(net, Net) else None
+    before = image(net) if isinstance(net, CachedNet) else None
     with Saver(rank=0) as saver, pytest.raises(kind, match=text):
         saver.load(net, path, **options)
     assert before is None or image(net) == before
@@ -55,7 +50,7 @@ def refused(net: nn.Module, path: Path, kind: type[Exception], text: str, **opti
 
 def test_a_copy_without_the_lock_is_loaded(path: Path, tmp_path: Path) -> None:
     """The file LOCK is for writers only."""
-    net = Net().trained(range(8))
+    net = CachedNet().trained(range(8))
     with Saver(rank=0) as saver:
         saver.save(net, path)
     copy = tmp_path / "copy"
@@ -65,13 +60,13 @@ def test_a_copy_without_the_lock_is_loaded(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("admit_after", [1, 2])
 def test_what_is_saved_comes_back(path: Path, admit_after: int) -> None:
-    net = Net(admit_after=admit_after).trained(range(8))
+    net = CachedNet(admit_after=admit_after).trained(range(8))
     before = image(net)
     assert all(before.values())
     with Saver(rank=0) as saver:
         result = saver.save(net, path)
         assert image(net) == before
-        target = Net(admit_after=admit_after).trained(range(20, 24))
+        target = CachedNet(admit_after=admit_after).trained(range(20, 24))
         report = saver.load(target, path)
     assert image(target) == before
     assert result.step == report.step == 0
@@ -81,7 +76,7 @@ def test_what_is_saved_comes_back(path: Path, admit_after: int) -> None:
 
 
 def test_deltas_hold_what_was_trained_since(path: Path) -> None:
-    net = Net(admit_after=2).trained(range(8))
+    net = CachedNet(admit_after=2).trained(range(8))
     policy = asyncckpt.DeltaPolicy(deltas_max=100, bytes_share_max=1000.0)
     with Saver(rank=0, deltas=policy) as saver:
         results = [saver.save(net, path)]
@@ -92,7 +87,7 @@ def test_deltas_hold_what_was_trained_since(path: Path) -> None:
             images.append(image(net))
     assert [result.kind for result in results] == ["full", "delta", "delta"]
     for step, expected in enumerate(images):
-        target = Net(admit_after=2)
+        target = CachedNet(admit_after=2)
         with Saver(rank=0) as saver:
             saver.load(target, path, step=step)
         assert image(target) == expected
@@ -100,32 +95,32 @@ def test_deltas_hold_what_was_trained_since(path: Path) -> None:
 
 @pytest.mark.parametrize("host_level", ["copy", "first_touch"])
 def test_training_goes_on_during_a_save(path: Path, host_level: Any) -> None:
-    net = Net().trained(range(6))
+    net = CachedNet().trained(range(6))
     with Saver(rank=0, device=asyncckpt.DeviceOptions(host_level=host_level)) as saver:
         future = saver.save_async(net, path)
         at_the_cut = None
-        undisturbed = image(Net().trained(range(6)))
+        undisturbed = image(CachedNet().trained(range(6)))
         for step in range(6, 14):
             net.train_step(step)
         assert future.result(60).step == 0
         at_the_cut = loaded(path)
     assert at_the_cut == undisturbed
-    assert image(net) == image(Net().trained(range(14)))  # Nor does the save disturb the training.
+    assert image(net) == image(CachedNet().trained(range(14)))  # Nor does the save disturb the training.
 
 
 def test_training_continues_as_if_nothing_had_happened(path: Path) -> None:
     with Saver(rank=0) as saver:
-        saver.save(Net().trained(range(5)), path)
-        net = Net()
+        saver.save(CachedNet().trained(range(5)), path)
+        net = CachedNet()
         saver.load(net, path)
-    assert image(net.trained(range(5, 9))) == image(Net().trained(range(9)))
+    assert image(net.trained(range(5, 9))) == image(CachedNet().trained(range(9)))
 
 
 def test_only_sparse_state_is_saved(path: Path) -> None:
-    net = Net().trained(range(3))
+    net = CachedNet().trained(range(3))
     with Saver(rank=0) as saver:
         saver.save(net, path)
-        target = Net()
+        target = CachedNet()
         head = target.head.weight.clone()
         saver.load(target, path)
     assert torch.equal(target.head.weight, head)
@@ -134,7 +129,7 @@ def test_only_sparse_state_is_saved(path: Path) -> None:
 
 
 def test_second_save_into_the_same_path(path: Path) -> None:
-    net = Net()
+    net = CachedNet()
     images = []
     with Saver(rank=0) as saver:
         for index in range(3):
@@ -142,7 +137,7 @@ def test_second_save_into_the_same_path(path: Path) -> None:
             assert saver.save(net, path).step == index
         assert len(saver._open) == 1
     for index in range(3):
-        target = Net()
+        target = CachedNet()
         with Saver(rank=0) as other:
             assert other.load(target, path, step=index).step == index
         assert image(target) == images[index]
@@ -150,7 +145,7 @@ def test_second_save_into_the_same_path(path: Path) -> None:
 
 
 def test_step_is_the_callers_to_choose(path: Path) -> None:
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     with Saver(rank=0) as saver:
         assert saver.save(net, path, step=120).step == 120
         with pytest.raises(asyncckpt.ConflictError, match="step 120 already exists"):
@@ -165,7 +160,7 @@ def test_step_is_the_callers_to_choose(path: Path) -> None:
 
 
 def test_other_modules_and_paths_in_turn(path: Path) -> None:
-    one, two = Net().trained(range(2)), Net().trained(range(4))
+    one, two = CachedNet().trained(range(2)), CachedNet().trained(range(4))
     with Saver(rank=0) as saver:
         for index in range(2 * OPEN_FOLDERS_MAX):
             net = (one, two)[index % 2]
@@ -177,7 +172,7 @@ def test_other_modules_and_paths_in_turn(path: Path) -> None:
 
 
 def test_folder_is_free_after_close(path: Path) -> None:
-    net = Net()
+    net = CachedNet()
     saver = Saver(rank=0)
     saver.save(net, path)
     assert (path / "LOCK").exists()
@@ -193,14 +188,14 @@ def test_folder_is_free_after_close(path: Path) -> None:
 
 def test_empty_tables_come_back_empty(path: Path) -> None:
     with Saver(rank=0) as saver:
-        saver.save(Net(), path)
-        target = Net().trained(range(3))
+        saver.save(CachedNet(), path)
+        target = CachedNet().trained(range(3))
         saver.load(target, path)
     assert not any(image(target).values())
 
 
 def test_keep_latest(path: Path) -> None:
-    net = Net()
+    net = CachedNet()
     with Saver(rank=0, keep=2) as saver:
         for _ in range(4):
             saver.save(net, path)
@@ -208,7 +203,7 @@ def test_keep_latest(path: Path) -> None:
 
 
 def test_filters(path: Path) -> None:
-    net = Net().trained(range(8))
+    net = CachedNet().trained(range(8))
     often = asyncckpt.filters.keep_rows("user", lambda columns: columns["count"] > 1)
     with Saver(rank=0, filters=[often]) as saver:
         saver.save(net, path)
@@ -225,7 +220,7 @@ def test_filters(path: Path) -> None:
 
 @pytest.mark.parametrize("mask", [0, 0o027, 0o077, 0o777])
 def test_modes_whatever_the_umask(path: Path, mask: int) -> None:
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     before = os.umask(mask)
     try:
         with Saver(rank=0) as saver:
@@ -254,7 +249,7 @@ def test_umask_counts_where_exact_modes_are_not_asked_for(tmp_path: Path) -> Non
 
 
 def test_one_save_or_load_at_a_time(path: Path) -> None:
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     with Saver(rank=0) as saver:
         saver.save(net, path)
         with held_background():
@@ -271,7 +266,7 @@ def test_one_save_or_load_at_a_time(path: Path) -> None:
 
 
 def test_queued_saves_get_steps_of_their_own(path: Path) -> None:
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     with Saver(rank=0, on_busy="queue") as saver:
         with held_background():
             futures = [saver.save_async(net, path), saver.save_async(net, path)]
@@ -283,22 +278,18 @@ class held_background:
     """Nothing gets on in the background within the block."""
 
     def __enter__(self) -> None:
-        import threading
-
         from asyncckpt.engine.process.background import Job, background
 
-        self._open, reached = threading.Event(), threading.Event()
-        gate = self._open
+        self._gate = gate = Gate()
 
         async def wait() -> None:
-            reached.set()
-            assert gate.wait(60)
+            gate()
 
         background.submit(Job(run=wait, fail=lambda error: None))
-        assert reached.wait(60)
+        assert gate.reached.wait(60)
 
     def __exit__(self, *_: object) -> None:
-        self._open.set()
+        self._gate.open()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -328,7 +319,7 @@ def test_module_without_tables_is_refused_and_nothing_made(path: Path) -> None:
 
 
 def test_tables_must_belong_to_the_rank(path: Path) -> None:
-    sharded, whole = Net(shard=(0, 2)), Net()
+    sharded, whole = CachedNet(shard=(0, 2)), CachedNet()
     for net, options in (
         (sharded, {"rank": 1}),
         (sharded, {"rank": 0, "world_size": 1}),
@@ -341,8 +332,8 @@ def test_tables_must_belong_to_the_rank(path: Path) -> None:
 
 def test_the_tables_say_how_many_ranks_there_are(path: Path) -> None:
     with Saver(rank=0) as saver:
-        saver.save(Net().trained(range(8)), path)
-    nets = [Net(shard=(rank, 4)) for rank in range(4)]
+        saver.save(CachedNet().trained(range(8)), path)
+    nets = [CachedNet(shard=(rank, 4)) for rank in range(4)]
     for rank, net in enumerate(nets):
         with Saver(rank=rank) as saver:
             saver.load(net, path)
@@ -354,7 +345,7 @@ def test_the_tables_say_how_many_ranks_there_are(path: Path) -> None:
 
 def saved(path: Path) -> Path:
     with Saver(rank=0) as saver:
-        saver.save(Net().trained(range(4)), path)
+        saver.save(CachedNet().trained(range(4)), path)
     return path
 
 
@@ -363,14 +354,14 @@ def bags(*configs: Any) -> nn.Module:
 
 
 def test_renamed_table_is_refused(path: Path) -> None:
-    net = Net(name="person").trained(range(2))
+    net = CachedNet(name="person").trained(range(2))
     refused(net, saved(path), IncompatibleError, r"missing \['person'\], unknown \['user'\].*filter_func")
 
 
 def test_missing_and_unknown_tables_are_refused(path: Path) -> None:
     saved(path)
     refused(bags(config()), path, IncompatibleError, r"missing \[\], unknown \['ad', 'word'\]")
-    net = Net()
+    net = CachedNet()
     net.more = bags(config("tag", ["tags"]))
     refused(net, path, IncompatibleError, r"missing \['tag'\], unknown \[\]")
 
@@ -396,10 +387,10 @@ def test_table_that_does_not_fit_is_refused(path: Path, options: dict[str, Any],
 
 def test_admission_may_change_between_save_and_load(path: Path) -> None:
     with Saver(rank=0) as saver:
-        net = Net(admit_after=2).trained(range(8))
+        net = CachedNet(admit_after=2).trained(range(8))
         assert image(net)["ad.candidates"]
         saver.save(net, path)
-        one, other = Net(), Net(admit_after=2)
+        one, other = CachedNet(), CachedNet(admit_after=2)
         assert saver.load(one, path).ignored == ("ad.candidates",)
         saver.save(one, path)
         other.trained(range(20, 24))
@@ -409,7 +400,7 @@ def test_admission_may_change_between_save_and_load(path: Path) -> None:
 
 
 def test_nothing_to_load(path: Path, tmp_path: Path) -> None:
-    net = Net()
+    net = CachedNet()
     refused(net, path, UsageError, "not a folder")
     path.mkdir(0o750, parents=True)
     path.parent.chmod(0o750)
@@ -439,7 +430,7 @@ def test_damage_that_shows_before_reading_changes_nothing(path: Path, how: str) 
     else:
         manifest = next(path.rglob("*.json"))
         manifest.write_bytes(manifest.read_bytes()[:-9])
-    refused(Net().trained(range(2)), path, CorruptError, "shard file|manifest")
+    refused(CachedNet().trained(range(2)), path, CorruptError, "shard file|manifest")
 
 
 def test_a_step_that_is_removed_before_it_is_read_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,15 +443,13 @@ def test_a_step_that_is_removed_before_it_is_read_changes_nothing(path: Path, mo
         return real(load)
 
     monkeypatch.setattr(RanksLoad, "run", run)
-    refused(Net().trained(range(2)), path, NotFoundError, "step 0")
+    refused(CachedNet().trained(range(2)), path, NotFoundError, "step 0")
 
 
 def test_damage_found_while_reading_leaves_the_tables_empty(path: Path) -> None:
     file = shard_files(saved(path))[-1]
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
-    net = Net().trained(range(2))
+    flip_byte(file)
+    net = CachedNet().trained(range(2))
     with Saver(rank=0) as saver:
         with pytest.raises(CorruptError, match="all multi-level tables of the module are empty now"):
             saver.load(net, path)
@@ -472,7 +461,7 @@ def test_damage_found_while_reading_leaves_the_tables_empty(path: Path) -> None:
 
 def test_failed_save_does_not_stay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of a background save that nobody asked for is raised by the next one; then all goes on."""
-    net = Net().trained(range(2))
+    net = CachedNet().trained(range(2))
     with Saver(rank=0) as saver:
         saver.save(net, path)
         shutil.rmtree(path / "data")

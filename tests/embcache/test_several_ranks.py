@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
-from asyncckpt.embcache import Saver
 from tests.embcache import job_ranks
-from tests.embcache.models import Image, Net, image, owners, union
+from tests.embcache.models import CachedNet, Image, image, load_ranks, union
 from tests.ranks.forked import run
 from tests.shares import share_of
 
@@ -19,21 +18,15 @@ pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
 def trained(steps: int, *, admit_after: int = 1) -> Image:
     """What both ranks hold after some steps."""
     return union(
-        image(Net(shard=(rank, job_ranks.WORLD), admit_after=admit_after).trained(range(steps)))
+        image(CachedNet(shard=(rank, job_ranks.WORLD), admit_after=admit_after).trained(range(steps)))
         for rank in range(job_ranks.WORLD)
     )
 
 
 def load(path: Path, world_size: int, *, step: int | None = None, admit_after: int = 1) -> Image:
     """Load as many ranks, one after the other."""
-    found = [Net(shard=(rank, world_size), admit_after=admit_after) for rank in range(world_size)]
-    for rank, net in enumerate(found):
-        with Saver(rank=rank, world_size=world_size) as saver:
-            report = saver.load(net, path, step=step)
-        own = image(net)
-        assert report.rows == {name: len(rows) for name, rows in own.items()}
-        assert all(owners(rows, world_size) <= {rank} for rows in own.values())
-    return union(image(net) for net in found)
+    found = [CachedNet(shard=(rank, world_size), admit_after=admit_after) for rank in range(world_size)]
+    return load_ranks(found, path, step=step, world_size=world_size)
 
 
 def test_one_commit_of_all_ranks(tmp_path: Path) -> None:

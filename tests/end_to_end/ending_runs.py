@@ -62,7 +62,7 @@ class Ending:
         return Path(self.folder) / "log"
 
 
-class Run:
+class EndingRun:
     """The state, and a step of training."""
 
     def __init__(self, ending: Ending) -> None:
@@ -109,14 +109,14 @@ class Run:
             self.happens(step, "after")
 
 
-def with_checkpointer(run: Run) -> None:
+def with_checkpointer(run: EndingRun) -> None:
     ending = run.ending
     checkpointer = asyncckpt.Checkpointer(ending.ckpt, every=ending.every, options=UNSYNCED, **run.state)
     with checkpointer if ending.use == "with" else nullcontext():
         run.loop(checkpointer, checkpointer.restore())
 
 
-def with_periodic(run: Run) -> None:
+def with_periodic(run: EndingRun) -> None:
     ending = run.ending
     state = run.state
     with asyncckpt.Saver(path=ending.ckpt, hashtables={"t": state.pop("t")}, tensors=state, **UNSYNCED) as saver:
@@ -125,7 +125,7 @@ def with_periodic(run: Run) -> None:
             run.loop(periodic, 0)
 
 
-def in_cells(run: Run) -> None:
+def in_cells(run: EndingRun) -> None:
     """What a cell raises is printed, and the next one runs."""
     notebook = code.InteractiveInterpreter({"run": run, "asyncckpt": asyncckpt, "unsynced": UNSYNCED})
     for cell in (
@@ -136,7 +136,7 @@ def in_cells(run: Run) -> None:
         notebook.runcode(compile(cell, "cell", "exec"))
 
 
-USES: dict[str, Callable[[Run], None]] = {
+USES: dict[str, Callable[[EndingRun], None]] = {
     "with": with_checkpointer,
     "bare": with_checkpointer,
     "cells": in_cells,
@@ -181,4 +181,4 @@ if __name__ == "__main__":
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).step()  # The first step imports much: once for all.
     wanted = next_child()
     if wanted is not None:
-        USES[wanted.use](Run(wanted))
+        USES[wanted.use](EndingRun(wanted))

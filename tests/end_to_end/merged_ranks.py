@@ -23,6 +23,7 @@ from asyncckpt.format.write_manifest import encode_manifest, encode_part, render
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.table import Role
 from tests.chains.written import Written
+from tests.worlds.saves import save_one
 
 # What a rank writes of a block of its own: another spec, or None for nothing.
 Change = Callable[[int, BlockSpec], BlockSpec | None]
@@ -61,10 +62,7 @@ def save_each(
     """Save the state of every rank as step 1, and return the directory of the checkpoint that they make together."""
     for rank, state in enumerate(states):
         own = tables[rank] if tables else {}
-        with asyncckpt.Saver(
-            path=path / f"{rank}", hashtables=own, tensors=state, durability="none", ranks=ALONE
-        ) as saver:
-            saver.save(1)
+        save_one(path / f"{rank}", hashtables=own, tensors=state, durability="none", ranks=ALONE)
     (path / "all").mkdir()
     merge(path / "all", 1, [path / f"{rank}" for rank in range(len(states))], change=change)
     return path / "all"

@@ -28,10 +28,11 @@ from asyncckpt.dcp import AsyncStager
 from asyncckpt.engine.save import run_save, save_job
 from asyncckpt.staging.pool import pool
 from tests.interrupts.places import Place, act_at, places_of
+from tests.worlds.bits import bits
 
 WAIT_S_MAX = 60.0
 SHAPE = 64, 64  # As large as what steps wait for.
-Bits = Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]]
+Bits = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 FACTS: dict[str, Callable[[float], torch.Tensor]] = {
     "size": lambda value: torch.full((80, 64), value),
     "smaller": lambda value: torch.full((16, 64), value),
@@ -52,7 +53,7 @@ class Finalizer:
         self._work()
 
 
-class World:
+class MovingState:
     """A state, some of which moves: a parameter, a buffer, a tensor by itself and one with strides."""
 
     def __init__(self, path: Path) -> None:
@@ -94,13 +95,8 @@ class World:
         return {name: bits(tensor) for name, tensor in (*found.pop("module").items(), *found.items()) if name != "n"}
 
 
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    whole = tensor.detach().resolve_neg().contiguous()
-    return whole.dtype, tuple(whole.shape), whole.view(torch.uint8).numpy().tobytes()
-
-
 @dataclass(frozen=True)
-class Saves:
+class Ways:
     """save: makes one. saved: returns what it holds."""
 
     save: Callable[[], object]
@@ -112,7 +108,9 @@ class Saves:
 
 
 @contextmanager
-def by_a_saver(world: World, *, is_blocking: bool = False, tables: bool = False, **options: Any) -> Iterator[Saves]:
+def by_a_saver(
+    world: MovingState, *, is_blocking: bool = False, tables: bool = False, **options: Any
+) -> Iterator[Ways]:
     hashtables = {"t": world.table} if tables else None
     with asyncckpt.Saver(
         path=world.path, tensors=world.state, hashtables=hashtables, durability="none", keep=2, **options
@@ -127,11 +125,11 @@ def by_a_saver(world: World, *, is_blocking: bool = False, tables: bool = False,
                 else:
                     saver.save_async(world.step).result(WAIT_S_MAX)
 
-        yield Saves(save, world.checkpoint)
+        yield Ways(save, world.checkpoint)
 
 
 @contextmanager
-def before_steps(world: World) -> Iterator[Saves]:
+def before_steps(world: MovingState) -> Iterator[Ways]:
     # Nothing steps here, and no write takes long.
     device = asyncckpt.DeviceOptions(optimizers=[world.optimizer])
     with patch.object(save_job, "WRITE_S_MAX", 0.0), by_a_saver(world, device=device) as saves:
@@ -139,7 +137,7 @@ def before_steps(world: World) -> Iterator[Saves]:
 
 
 @contextmanager
-def by_dcp(world: World) -> Iterator[Saves]:
+def by_dcp(world: MovingState) -> Iterator[Ways]:
     stager, staged = AsyncStager(), dict[str, torch.Tensor]()
 
     def save() -> None:
@@ -148,7 +146,7 @@ def by_dcp(world: World) -> Iterator[Saves]:
         assert isinstance(found, dict)
         staged.update(found)
 
-    yield Saves(save, lambda: {name: bits(tensor) for name, tensor in staged.items()})
+    yield Ways(save, lambda: {name: bits(tensor) for name, tensor in staged.items()})
 
 
 @contextmanager
@@ -165,7 +163,7 @@ def written_by(run: Callable[[Callable[[], object]], object]) -> Iterator[None]:
         yield
 
 
-def places_within(saves: Saves, *, in_background: bool) -> list[Place]:
+def places_within(saves: Ways, *, in_background: bool) -> list[Place]:
     if not in_background:
         return places_of(saves.save)
     found: list[Place] = []
@@ -175,13 +173,13 @@ def places_within(saves: Saves, *, in_background: bool) -> list[Place]:
 
 
 # Those of the second kind read the state while the caller waits.
-STAGED: dict[str, Callable[[World], Any]] = {
+STAGED: dict[str, Callable[[MovingState], Any]] = {
     "staged": by_a_saver,
     "with a table": lambda world: by_a_saver(world, tables=True),
     "before steps": before_steps,
     "by DCP": by_dcp,
 }
-READ_LATER: dict[str, Callable[[World], Any]] = {
+READ_LATER: dict[str, Callable[[MovingState], Any]] = {
     "blocking": lambda world: by_a_saver(world, is_blocking=True),
     "over the limit": lambda world: by_a_saver(world, host_memory_limit=0),
     "filtered": lambda world: by_a_saver(world, is_blocking=True, filter_func=list),
@@ -191,7 +189,7 @@ CASES = [*((kind, False) for kind in STAGED), *((kind, there) for kind in READ_L
 
 def mistakes(path: Path, kind: str, *, in_background: bool, count: int, seed: int) -> list[str]:
     """Return what was wrong with saves of a kind, disturbed at some places of the call, or of the background."""
-    draw, world, found = random.Random(f"{seed} {kind}"), World(path), list[str]()
+    draw, world, found = random.Random(f"{seed} {kind}"), MovingState(path), list[str]()
     before = signal.signal(signal.SIGUSR1, lambda *_: handled.pop()())
     handled: list[Callable[[], object]] = []
 
@@ -231,7 +229,7 @@ def mistakes(path: Path, kind: str, *, in_background: bool, count: int, seed: in
     return found
 
 
-def undisturbed(world: World, saves: Saves) -> list[str]:
+def undisturbed(world: MovingState, saves: Ways) -> list[str]:
     """Make one save; return what is wrong with it."""
     try:
         return [] if saves.next() == world.bits() else ["a save after it is wrong"]
@@ -239,7 +237,7 @@ def undisturbed(world: World, saves: Saves) -> list[str]:
         return [f"a save after it: {error}"]
 
 
-def disturbed(world: World, saves: Saves, left: list[Any], in_background: bool) -> list[str]:
+def disturbed(world: MovingState, saves: Ways, left: list[Any], in_background: bool) -> list[str]:
     """Make one save, disturbed at some places; return what is wrong with it."""
     world.states = [world.bits()]
     try:

@@ -23,6 +23,7 @@ import torch
 import asyncckpt
 from asyncckpt.plan import deferred_tables
 from asyncckpt.shard import stream
+from tests.worlds.rows import columns_of
 
 DIM = 2
 WINDOW_BYTES = 4096  # 128 rows of 32 bytes.
@@ -70,10 +71,7 @@ class RunSpec:
 
 def contents(table: asyncckpt.HashTable) -> Contents:
     """All columns of a plain table in the order of the ids."""
-    ids, rows = table.ids().numpy(), table.used_rows()
-    order = np.argsort(ids)
-    columns = {"embedding": table.embedding, "sum": table.slot("sum"), "last_seen": table.slot("last_seen")}
-    return {"id": ids[order]} | {name: column[rows].numpy()[order] for name, column in columns.items()}
+    return {name: column.numpy() for name, column in columns_of(table).items()}
 
 
 def differing(left: Contents, right: Contents) -> list[str]:
@@ -95,7 +93,7 @@ class _Side:
         self.adagrad.step()
 
 
-class TrainingRun:
+class LevelsRun:
     """Both tables, and what has happened to them."""
 
     def __init__(self, spec: RunSpec) -> None:
@@ -187,7 +185,7 @@ def load(spec: RunSpec, path: Path, step: int) -> Contents:
 def run(spec: RunSpec, path: Path) -> list[str]:
     """Train and save at random boundaries; returns what differed, as text: nothing, when all is right."""
     wrong: list[str] = []
-    training = TrainingRun(spec)
+    training = LevelsRun(spec)
     expected: dict[int, Contents] = {}
     with paced_exports() as pace:
         saver = asyncckpt.Saver(

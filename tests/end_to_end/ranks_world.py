@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 import asyncckpt
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.sharded import Piece, Sharded
-from tests.chains.model import DIM, Rows, new_table, rows_of
+from tests.chains.model import DIM, Rows, new_table
 from tests.chains.written import Written
 from tests.end_to_end.merged_ranks import ALONE, Boxes, as_boxes, merge
+from tests.worlds.bits import taken
+from tests.worlds.rows import rows_of
 
 SPREAD = {"rows": (11, 3), "boxes": (7, 6), "deep": (3, 4, 5), "thin": (2, 9)}
 DTYPES = {"rows": torch.float32, "boxes": torch.bfloat16, "deep": torch.complex64, "thin": torch.bool}
@@ -47,10 +49,6 @@ def chunk(size: int, index: int, count: int) -> tuple[int, int]:
     """As torch.chunk cuts: equal sizes rounded up, so that the last ones may be empty."""
     step = -(-size // count)
     return min(size, step * index), min(size, step * (index + 1))
-
-
-def taken(tensor: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tensor:
-    return tensor[tuple(slice(low, high) for low, high in box)]
 
 
 def row(id: int, version: int = 0) -> tuple[float, ...]:
@@ -210,16 +208,3 @@ class TrainedRanks:
     def __exit__(self, *_: object) -> None:
         for saver in self.savers:
             saver.close()
-
-
-class Holder:
-    """An object with a state dict."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state: dict[str, Any] = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state

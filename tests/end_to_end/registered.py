@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 WIDTH = 4
 
 
-class Gate(nn.Module):
+class MaskedLinear(nn.Module):
     """Has a buffer that is not saved, one that may be None, and a module that may be."""
 
     scale: torch.Tensor | None
@@ -33,7 +33,7 @@ class Gate(nn.Module):
         return found
 
 
-class GateWithExtra(Gate):
+class GateWithExtra(MaskedLinear):
     def get_extra_state(self) -> dict[str, Any]:
         return {"kind": "extra"}
 
@@ -41,7 +41,7 @@ class GateWithExtra(Gate):
         pass
 
 
-class GateOfItsOwn(Gate):
+class GateOfItsOwn(MaskedLinear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "own"] = torch.full((2,), 7.0)
@@ -52,7 +52,7 @@ class AdamOfItsOwn(torch.optim.AdamW):
         return {**super().state_dict(), "own": 7}
 
 
-class World:
+class RegisteredState:
     """What a Saver is given as `tensors`, and how it is trained."""
 
     def __init__(self, seed: int) -> None:
@@ -65,7 +65,9 @@ class World:
 
     def begin(self) -> None:
         """Make all objects anew."""
-        self.module = nn.Sequential(Gate(), nn.BatchNorm1d(WIDTH), nn.Sequential(Gate(), nn.Linear(WIDTH, 2)))
+        self.module = nn.Sequential(
+            MaskedLinear(), nn.BatchNorm1d(WIDTH), nn.Sequential(MaskedLinear(), nn.Linear(WIDTH, 2))
+        )
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             [{"params": list(self.module[0].parameters())}, {"params": list(self.module[2].parameters()), "lr": 0.5}]
         )
@@ -77,7 +79,7 @@ class World:
         self.handles.clear()
 
     def gates(self) -> list[nn.Module]:
-        return [module for module in self.module.modules() if isinstance(module, Gate)]
+        return [module for module in self.module.modules() if isinstance(module, MaskedLinear)]
 
     def gate(self) -> Any:
         """Return one of the gates, or of what took their places."""
@@ -103,7 +105,7 @@ class World:
         self.patched.clear()
 
 
-def train(world: World) -> None:
+def train(world: RegisteredState) -> None:
     for parameter in world.parameters():
         parameter.grad = torch.rand_like(parameter)
     world.optimizer.step()
@@ -115,64 +117,64 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.rand_like(tensor.detach().float()).to(tensor.dtype)
 
 
-def replace_parameter(world: World) -> None:
+def replace_parameter(world: RegisteredState) -> None:
     linear = world.linear()
     linear.weight = nn.Parameter(like(linear.weight))
 
 
-def change_buffer(world: World) -> None:
+def change_buffer(world: RegisteredState) -> None:
     gate = world.gate()
     gate.scale = torch.rand(3) if getattr(gate, "scale", None) is None else None
 
 
-def persistence(world: World) -> None:
+def persistence(world: RegisteredState) -> None:
     names = world.gate()._non_persistent_buffers_set
     name = world.draw.choice(["mask", "count"])
     names.remove(name) if name in names else names.add(name)
 
 
-def add_group(world: World) -> None:
+def add_group(world: RegisteredState) -> None:
     world.optimizer.add_param_group({"params": [nn.Parameter(torch.rand(2))], "lr": 0.25})
 
 
-def turn_parameters(world: World) -> None:
+def turn_parameters(world: RegisteredState) -> None:
     group = world.optimizer.param_groups[0]
     group["params"].append(group["params"].pop(0))
 
 
-def forget_parameter(world: World) -> None:
+def forget_parameter(world: RegisteredState) -> None:
     group = world.optimizer.param_groups[-1]
     if len(group["params"]) > 1:
         world.optimizer.state.pop(group["params"].pop(), None)
 
 
-def note(world: World) -> None:
+def note(world: RegisteredState) -> None:
     world.optimizer.state[world.parameters()[0]]["note"] = world.draw.choice([1, 2.5, "text", torch.rand(2), None])
 
 
-def step_is_number(world: World) -> None:
+def step_is_number(world: RegisteredState) -> None:
     for values in world.optimizer.state.values():
         if isinstance(values, dict) and "step" in values:
             values["step"] = float(values["step"]) if isinstance(values["step"], torch.Tensor) else torch.tensor(3.0)
 
 
-def other_dict(world: World) -> None:
+def other_dict(world: RegisteredState) -> None:
     for key, values in list(world.optimizer.state.items()):
         if isinstance(values, dict):
             world.optimizer.state[key] = OrderedDict(reversed(values.items()))
 
 
-def reorder(world: World) -> None:
+def reorder(world: RegisteredState) -> None:
     modules = world.module._modules
     name = next(iter(modules))
     modules[name] = modules.pop(name)
 
 
-def replace_module(world: World) -> None:
-    world.module[2] = nn.Sequential(Gate(), nn.Linear(WIDTH, 2))
+def replace_module(world: RegisteredState) -> None:
+    world.module[2] = nn.Sequential(MaskedLinear(), nn.Linear(WIDTH, 2))
 
 
-def own_state_dict(world: World) -> None:
+def own_state_dict(world: RegisteredState) -> None:
     """Of one module, that returns more after every second step."""
     gate = world.gate()
     taken = type(gate).state_dict
@@ -186,18 +188,18 @@ def own_state_dict(world: World) -> None:
     gate.state_dict = state_dict
 
 
-def lying_state_dict(world: World) -> None:
+def lying_state_dict(world: RegisteredState) -> None:
     world.optimizer.state_dict = lambda: {"state": {}, "param_groups": [], "mine": 3}  # type: ignore[method-assign]
 
 
-def module_hook(world: World) -> None:
+def module_hook(world: RegisteredState) -> None:
     def hook(module: nn.Module, destination: Any, prefix: str, metadata: Any) -> None:
         destination[prefix + "hooked"] = torch.full((1,), 3.0)
 
     world.handles.append(world.gate()._register_state_dict_hook(hook))
 
 
-def module_pre_hook(world: World) -> None:
+def module_pre_hook(world: RegisteredState) -> None:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         with torch.no_grad():
             next(module.parameters()).add_(1)
@@ -205,30 +207,30 @@ def module_pre_hook(world: World) -> None:
     world.handles.append(world.gate().register_state_dict_pre_hook(hook))
 
 
-def optimizer_hook(world: World) -> None:
+def optimizer_hook(world: RegisteredState) -> None:
     def hook(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "hooked": True}
 
     world.handles.append(world.optimizer.register_state_dict_post_hook(hook))
 
 
-def remove_hooks(world: World) -> None:
+def remove_hooks(world: RegisteredState) -> None:
     while world.handles:
         world.handles.pop().remove()
 
 
-def patch_class(world: World) -> None:
-    taken = Gate.state_dict
+def patch_class(world: RegisteredState) -> None:
+    taken = MaskedLinear.state_dict
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = taken(self, *args, **kwargs)
         found[kwargs.get("prefix", "") + "patched"] = torch.ones(1)
         return found
 
-    world.patch(Gate, "state_dict", state_dict)
+    world.patch(MaskedLinear, "state_dict", state_dict)
 
 
-def patch_torch(world: World) -> None:
+def patch_torch(world: RegisteredState) -> None:
     taken = nn.Module._save_to_state_dict
 
     def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -238,7 +240,7 @@ def patch_torch(world: World) -> None:
     world.patch(nn.Module, "_save_to_state_dict", save)
 
 
-def parametrization(world: World) -> None:
+def parametrization(world: RegisteredState) -> None:
     linear = world.linear()
     if parametrize.is_parametrized(linear):
         parametrize.remove_parametrizations(linear, "weight")
@@ -246,30 +248,30 @@ def parametrization(world: World) -> None:
         parametrize.register_parametrization(linear, "weight", nn.Identity())
 
 
-def tie(world: World) -> None:
+def tie(world: RegisteredState) -> None:
     gates = world.gates()
     gates[0].linear.weight = gates[-1].linear.weight
 
 
-def wrap(world: World) -> None:
+def wrap(world: RegisteredState) -> None:
     wrapped = world.state["module"]
     world.state["module"] = wrapped.module if isinstance(wrapped, nn.DataParallel) else nn.DataParallel(world.module)
 
 
-def other_attributes(world: World) -> None:
+def other_attributes(world: RegisteredState) -> None:
     gate = world.gate()
     object.__setattr__(gate, "__dict__", {**vars(gate), "_buffers": {}})
 
 
-def other_optimizer(world: World) -> None:
+def other_optimizer(world: RegisteredState) -> None:
     world.optimizer.state = defaultdict(dict)
 
 
-def replace_data(world: World) -> None:
+def replace_data(world: RegisteredState) -> None:
     world.linear().weight.data = torch.rand(2, WIDTH)
 
 
-def free_and_come_back(world: World) -> None:
+def free_and_come_back(world: RegisteredState) -> None:
     storage = world.linear().weight.untyped_storage()
     size = storage.nbytes()
     storage.resize_(0)
@@ -277,10 +279,10 @@ def free_and_come_back(world: World) -> None:
     storage.fill_(1)
 
 
-CHANGES: dict[str, Callable[[World], object]] = {
+CHANGES: dict[str, Callable[[RegisteredState], object]] = {
     "a step": train,
     "nothing": lambda world: None,
-    "begun anew": World.begin,
+    "begun anew": RegisteredState.begin,
     "learning rate": lambda world: world.optimizer.param_groups[0].update(lr=world.draw.random()),
     "an option": lambda world: world.optimizer.param_groups[0].update(foreach=world.draw.choice([None, False])),
     "an option of another kind": lambda world: world.optimizer.param_groups[0].update(lr=torch.tensor(0.5)),
@@ -308,7 +310,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "modules in another order": reorder,
     "class with extra state": lambda world: setattr(world.gate(), "__class__", GateWithExtra),
     "class of its own": lambda world: setattr(world.gate(), "__class__", GateOfItsOwn),
-    "class is back": lambda world: setattr(world.gate(), "__class__", Gate),
+    "class is back": lambda world: setattr(world.gate(), "__class__", MaskedLinear),
     "optimizer's class": lambda world: setattr(world.optimizer, "__class__", AdamOfItsOwn),
     "state_dict of an object": own_state_dict,
     "state_dict of the optimizer": lying_state_dict,
@@ -318,7 +320,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "hooks removed": remove_hooks,
     "class patched": patch_class,
     "torch patched": patch_torch,
-    "patches removed": World.restore,
+    "patches removed": RegisteredState.restore,
     "parametrization": parametrization,
     "wrapped": wrap,
     "attributes replaced": other_attributes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 
 import asyncckpt
+from tests.worlds.bits import bits
+from tests.worlds.rows import table_image
 
 DIM = 8
 
@@ -111,33 +112,6 @@ class State:
                     value.add_(1)
 
 
-def table_image(table: asyncckpt.HashTable) -> dict[int, bytes]:
-    """id -> the bytes of its row in every column."""
-    rows = table.used_rows()
-    columns = [table.embedding[rows]]
-    columns += [table.slot(c.name)[rows] for c in table.schema().columns if c.name not in ("id", "embedding")]
-    parts = [c.contiguous().view(len(rows), -1).view(torch.uint8) if len(rows) else c for c in columns]
-    return {
-        int(id): b"".join(bytes(part[index].tolist()) for part in parts)
-        for index, id in enumerate(table.ids().tolist())
-    }
-
-
-def bits(value: Any) -> Any:
-    """Tensors as (dtype, shape, bytes), containers as they are."""
-    if isinstance(value, torch.Tensor):
-        copy = value.detach().resolve_conj().resolve_neg()
-        with contextlib.suppress(NotImplementedError):  # Older torch has types that it cannot copy.
-            copy = copy.clone(memory_format=torch.contiguous_format)
-        raw = copy.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return (str(value.dtype), tuple(value.shape), raw)
-    if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [bits(item) for item in value]
-    return value
-
-
 def load_image(path: Path, step: int | None = None, **options: Any) -> dict[str, Any]:
     """Load into a fresh state and return its image."""
     target = State.empty()
@@ -167,19 +141,3 @@ class Scribbler:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(60)
-
-
-class Gate:
-    """A write filter that holds a save in the background until it is opened."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self._open = threading.Event()
-
-    def __call__(self, blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-        self.reached.set()
-        assert self._open.wait(60)
-        return blocks
-
-    def open(self) -> None:
-        self._open.set()

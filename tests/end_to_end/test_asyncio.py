@@ -15,7 +15,9 @@ import torch
 
 import asyncckpt
 from asyncckpt.engine.process.save_lock import save_lock
-from tests.end_to_end.state import Gate
+from tests.worlds.gates import Gate
+from tests.worlds.objects import Stateful
+from tests.worlds.threads import awaited
 
 DEADLINE_S = 60.0
 SHORT_S = 0.01
@@ -47,19 +49,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Coroutine[Any, Any
     assert complaints == []
 
 
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
-
-
 def make(path: Path, **options: Any) -> asyncckpt.Saver:
     return asyncckpt.Saver(path=path, tensors={"w": torch.ones(9)}, **options)
-
-
-async def awaited(future: Awaitable[Any]) -> Any:
-    return await future
 
 
 async def with_wait(future: Any) -> Any:
@@ -262,29 +253,16 @@ def test_a_third_queued_save_raises_on_a_loop(tmp_path: Path, run: Any, gate: Ga
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3]
 
 
-class HeldLoad:
-    """An object whose load waits until it may go on."""
-
-    def __init__(self) -> None:
-        self.reached, self.may_go_on = threading.Event(), threading.Event()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"w": torch.zeros(9)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.reached.set()
-        assert self.may_go_on.wait(DEADLINE_S)
-
-
 def test_a_save_that_is_queued_behind_a_load_raises_on_a_loop(tmp_path: Path, run: Any) -> None:
     async def main() -> None:
-        held = HeldLoad()
+        gate = Gate()
+        held = Stateful({"w": torch.zeros(9)}, loading=gate)
         async with asyncckpt.Saver(path=tmp_path, tensors={"held": held}, on_busy="queue") as saver:
             await saver.save_async(1)
             loading = asyncckpt.Loader(tmp_path, tensors={"held": held}).load_async()
             with pytest.raises(asyncckpt.SaveInProgressError, match=r"load of .*stop its event loop.*when_free"):
                 saver.save_async(2)
-            await turns_while(saver.when_free(), held.may_go_on.set)
+            await turns_while(saver.when_free(), gate.open)
             await saver.save_async(2)
             assert (await loading).step == 1
 
@@ -400,16 +378,17 @@ def test_following_beside_saves(tmp_path: Path, run: Any) -> None:
 def test_a_follower_is_closed_while_it_loads(tmp_path: Path, run: Any) -> None:
     """The loop goes on while what reads the files of the update ends."""
 
-    with asyncckpt.Saver(path=tmp_path, tensors={"held": HeldLoad()}) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors={"held": Stateful({"w": torch.zeros(9)})}) as saver:
         saver.save(1)
 
     async def main() -> None:
-        held = HeldLoad()
+        gate = Gate()
+        held = Stateful({"w": torch.zeros(9)}, loading=gate)
         follower = asyncckpt.follow(tmp_path)
         update = await follower.__anext__()
         loading = asyncio.create_task(update.load(tensors={"held": held}))
-        assert await asyncio.to_thread(held.reached.wait, DEADLINE_S)
-        await turns_while(follower.aclose(), held.may_go_on.set)
+        assert await asyncio.to_thread(gate.reached.wait, DEADLINE_S)
+        await turns_while(follower.aclose(), gate.open)
         assert (await loading).step == 1
 
     run(main())
@@ -418,13 +397,14 @@ def test_a_follower_is_closed_while_it_loads(tmp_path: Path, run: Any) -> None:
 
 def test_a_preparation_that_would_wait_for_a_load_raises_on_a_loop(tmp_path: Path, run: Any) -> None:
     async def main() -> None:
-        held = HeldLoad()
+        gate = Gate()
+        held = Stateful({"w": torch.zeros(9)}, loading=gate)
         async with asyncckpt.Saver(path=tmp_path, tensors={"held": held}) as saver:
             await saver.save_async(1)
             loading = asyncckpt.Loader(tmp_path, tensors={"held": held}).load_async()
             with pytest.raises(asyncckpt.SaveInProgressError, match=r"load of .*stop its event loop.*when_free"):
                 saver.prepare()
-            held.may_go_on.set()
+            gate.open()
             await loading
             await saver.prepare()
 

@@ -11,13 +11,13 @@ import torch
 import asyncckpt
 from asyncckpt.snapshot import windows
 from tests.end_to_end.trees import differences
+from tests.worlds.saves import save_one
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def saved(path: Path, state: dict[str, Any]) -> Path:
-    with asyncckpt.Saver(path=path, tensors=state) as saver:
-        saver.save(1)
+    save_one(path, tensors=state)
     return path
 
 
@@ -97,8 +97,7 @@ def test_tables_are_cast_too(tmp_path: Path, rows: int) -> None:
     table = asyncckpt.HashTable("user", 4, optimizer_slots={"sum": ()}, metadata={"count": torch.int32})
     ids = torch.arange(rows) * 7
     table.insert(ids, torch.randn(rows, 4), sum=torch.randn(rows), count=torch.arange(rows, dtype=torch.int32))
-    with asyncckpt.Saver(path=tmp_path / "d", hashtables={"user": table}) as saver:
-        saver.save(1)
+    save_one(tmp_path / "d", hashtables={"user": table})
     for shard in ((0, 1), (1, 3)):
         other = asyncckpt.HashTable(
             "user",

@@ -57,7 +57,7 @@ class Facts:
     dtype: torch.dtype = torch.float32
 
 
-class Model:
+class ChangeableModel:
     def __init__(self, facts: Facts, seed: int) -> None:
         torch.manual_seed(seed)
         slots = SPARSE[facts.rule].optimizer_slots()
@@ -193,7 +193,7 @@ def test_a_changed_model_is_loaded_right_or_refused_with_nothing_touched(tmp_pat
     now = was
     for change in drawn.choices(CHANGES, k=drawn.choice([0, 1, 1, 1, 2, 3])):
         now = change(now, drawn)
-    trained, changed = Model(was, seed), Model(now, seed + 1)
+    trained, changed = ChangeableModel(was, seed), ChangeableModel(now, seed + 1)
     for step in range(3):
         trained.train(step)
     asyncckpt.save(tmp_path, trained.state(), hashtables=trained.tables, durability="none")

@@ -17,8 +17,7 @@ import asyncckpt
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.plan import leaf_facts
 from asyncckpt.plan.state import flatten
-from tests.end_to_end.state import bits
-from tests.end_to_end.trees import raw
+from tests.worlds.bits import bits, raw_of
 
 SAVES = 40
 State = dict[str, Any]
@@ -182,7 +181,7 @@ def test_anything_may_take_the_place_of_anything(before: str, after: str) -> Non
     state = {"it": KINDS[after](), "epoch": 1}
     found, expected = flatten(state, earlier), flatten(state)
     assert repr(found.tree) == repr(expected.tree)
-    assert [raw(tensor.detach()) for tensor in found.tensors] == [raw(tensor.detach()) for tensor in expected.tensors]
+    assert [*map(raw_of, found.tensors)] == [*map(raw_of, expected.tensors)]
     assert found.values == expected.values
 
 

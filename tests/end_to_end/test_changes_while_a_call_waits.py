@@ -15,13 +15,14 @@ import torch
 import asyncckpt
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.staging.pool import Arena
+from tests.worlds.gates import Gate
 
 WAIT_S_MAX = 60.0
 SHAPE = 256, 256
 Change = Callable[[torch.nn.Module], object]
 
 
-class Asking:
+class SignalOnce:
     """An object that, once, sends a signal to the process: its handler runs when the call that saves it waits."""
 
     is_due = False
@@ -36,12 +37,12 @@ class Asking:
         raise AssertionError
 
 
-class World:
+class ChangedModel:
     """A model that the handler changes, and what the call waits for until it has."""
 
     def __init__(self) -> None:
         self.model = torch.nn.ParameterList([torch.full(SHAPE, float(number)) for number in range(4)])
-        self.asking = Asking()
+        self.asking = SignalOnce()
         self.is_changed = threading.Event()
         self.change: Change = lambda model: None
         self.kept: list[torch.Tensor] = []
@@ -57,15 +58,15 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    found = World()
+def world() -> Iterator[ChangedModel]:
+    found = ChangedModel()
     before = signal.signal(signal.SIGUSR1, found.handle)
     yield found
     signal.signal(signal.SIGUSR1, before)
 
 
 def waiting_for_an_arena(
-    path: Path, world: World, *, before: Callable[[], object] = lambda: None
+    path: Path, world: ChangedModel, *, before: Callable[[], object] = lambda: None
 ) -> asyncckpt.SaveResult:
     def filter_func(blocks: list[WriteBlock]) -> list[WriteBlock]:
         assert world.is_changed.wait(WAIT_S_MAX)
@@ -82,7 +83,7 @@ def waiting_for_an_arena(
                 future.result(WAIT_S_MAX)
 
 
-def waiting_for_a_table(path: Path, world: World) -> asyncckpt.SaveResult:
+def waiting_for_a_table(path: Path, world: ChangedModel) -> asyncckpt.SaveResult:
     begun = threading.Event()
 
     def first_rows(ids: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,7 @@ def waiting_for_a_table(path: Path, world: World) -> asyncckpt.SaveResult:
             other.join()
 
 
-def waiting_for_its_turn(path: Path, world: World) -> asyncckpt.SaveResult:
+def waiting_for_its_turn(path: Path, world: ChangedModel) -> asyncckpt.SaveResult:
     """A blocking save, queued after one that writes."""
 
     def filter_func(blocks: list[WriteBlock]) -> list[WriteBlock]:
@@ -127,7 +128,7 @@ WAITS = pytest.mark.parametrize("save", [waiting_for_an_arena, waiting_for_a_tab
 
 @WAITS
 def test_memory_that_is_another_one_is_read(
-    tmp_path: Path, world: World, save: Callable[[Path, World], object]
+    tmp_path: Path, world: ChangedModel, save: Callable[[Path, ChangedModel], object]
 ) -> None:
     def change(model: torch.nn.Module) -> None:
         for number, parameter in enumerate(model.parameters()):
@@ -141,7 +142,7 @@ def test_memory_that_is_another_one_is_read(
 
 @WAITS
 def test_tensors_of_another_dtype_are_refused(
-    tmp_path: Path, world: World, save: Callable[[Path, World], object]
+    tmp_path: Path, world: ChangedModel, save: Callable[[Path, ChangedModel], object]
 ) -> None:
     world.change = torch.nn.Module.half
     with pytest.raises(asyncckpt.UsageError, match=r"'model\.0' has become another one while the call"):
@@ -149,7 +150,7 @@ def test_tensors_of_another_dtype_are_refused(
     assert asyncckpt.list_steps(tmp_path) == [0, 1]
 
 
-def test_tensors_that_were_others_before_an_arena_was_awaited_are_saved(tmp_path: Path, world: World) -> None:
+def test_tensors_that_were_others_before_an_arena_was_awaited_are_saved(tmp_path: Path, world: ChangedModel) -> None:
     """The plan of an earlier save gives way to a new one before the call waits."""
     waiting_for_an_arena(tmp_path, world, before=world.model.half)
     found = asyncckpt.load(tmp_path, step=2)["model"]
@@ -157,10 +158,12 @@ def test_tensors_that_were_others_before_an_arena_was_awaited_are_saved(tmp_path
     assert all(torch.equal(found[str(number)], tensor) for number, tensor in enumerate(expected))
 
 
-def test_tensors_of_another_dtype_are_refused_by_the_plan_of_the_save_itself(tmp_path: Path, world: World) -> None:
+def test_tensors_of_another_dtype_are_refused_by_the_plan_of_the_save_itself(
+    tmp_path: Path, world: ChangedModel
+) -> None:
     """One tensor more, so the plan is made in the call."""
 
-    class More(Asking):
+    class More(SignalOnce):
         def state_dict(self) -> dict[str, Any]:
             was_due = self.is_due
             return super().state_dict() | ({"more": torch.ones(2)} if was_due else {})
@@ -174,7 +177,7 @@ def test_tensors_of_another_dtype_are_refused_by_the_plan_of_the_save_itself(tmp
 
 @WAITS
 def test_what_is_not_tied_any_more_is_refused(
-    tmp_path: Path, world: World, save: Callable[[Path, World], object]
+    tmp_path: Path, world: ChangedModel, save: Callable[[Path, ChangedModel], object]
 ) -> None:
     first, second, *_ = world.model
     second.data = first.data
@@ -197,7 +200,7 @@ def test_what_is_not_tied_any_more_is_refused(
     ids=["smaller", "of another dtype", "strided"],
 )
 def test_a_blocking_save_refuses_tensors_that_became_others_while_it_waited(
-    tmp_path: Path, world: World, become: torch.Tensor
+    tmp_path: Path, world: ChangedModel, become: torch.Tensor
 ) -> None:
     def change(model: torch.nn.Module) -> None:
         next(model.parameters()).data = become
@@ -214,20 +217,19 @@ def test_a_plan_of_other_facts_serves_no_later_save(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, tensors={"x": tensor, "n": 1}) as saver:
         for step in range(3):
             saver.save_async(step).result(WAIT_S_MAX)
-        held, may_end = threading.Event(), threading.Event()
+        gate = Gate()
 
         def hold() -> None:
             cut = table.begin_cut()
-            held.set()
-            assert may_end.wait(WAIT_S_MAX)
+            gate()
             tensor.data = torch.full((200_000,), 7.0)
             cut.fence()
             cut.end(False)
 
         other = threading.Thread(target=hold)
         other.start()
-        assert held.wait(WAIT_S_MAX)
-        threading.Timer(0.2, may_end.set).start()
+        assert gate.reached.wait(WAIT_S_MAX)
+        threading.Timer(0.2, gate.open).start()
         with pytest.raises(asyncckpt.UsageError, match="'x' has become another one while the call"):
             saver.save_async(3).result(WAIT_S_MAX)
         other.join()

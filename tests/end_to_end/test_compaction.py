@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import threading
@@ -34,6 +33,9 @@ from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
 from tests.end_to_end.chains import TrainingRun
 from tests.end_to_end.state import load_image
+from tests.worlds.directories import document_of, flip_byte, manifest_path
+from tests.worlds.gates import Gate
+from tests.worlds.rows import rows_of
 
 STEPS = [1, 2, 3, 4]
 
@@ -61,10 +63,6 @@ def chain(saved: TrainingRun, tmp_path: Path) -> Chain:
     return Chain(path=tmp_path / "run", images=saved.images)
 
 
-def manifest(path: Path, step: int, *, compacted: bool = False) -> Path:
-    return path / "manifests" / f"{step:012d}{'.full' if compacted else ''}.json"
-
-
 def files_of(path: Path) -> dict[str, bytes]:
     """Everything below a directory but its LOCK."""
     return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file() and f.name != "LOCK"}
@@ -76,21 +74,13 @@ def shards_of(path: Path, step: int) -> list[Path]:
 
 def keep_only(path: Path, step: int) -> None:
     """Leave nothing but the compacted checkpoint of a step."""
-    kept = {
-        Path(file["path"]).parent.name for file in json.loads(manifest(path, step, compacted=True).read_text())["files"]
-    }
+    kept = {Path(file["path"]).parent.name for file in document_of(path, step, "full.json")["files"]}
     for folder in (path / "data").iterdir():
         if folder.name not in kept:
             shutil.rmtree(folder)
     for file in (path / "manifests").iterdir():
-        if file != manifest(path, step, compacted=True):
+        if file != manifest_path(path, step, "full.json"):
             file.unlink()
-
-
-def flip_byte(path: Path, at: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
 
 
 @pytest.mark.parametrize("step", STEPS[1:])
@@ -109,7 +99,7 @@ def test_a_compacted_step_loads_the_same_without_its_parents(chain: Chain, step:
     }
     asyncckpt.verify(chain.path, step)
     files = sum(file.stat().st_size for file in shards_of(chain.path, step))
-    assert result.bytes_written == files + manifest(chain.path, step, compacted=True).stat().st_size
+    assert result.bytes_written == files + manifest_path(chain.path, step, "full.json").stat().st_size
 
 
 def test_values_come_back(chain: Chain) -> None:
@@ -159,7 +149,7 @@ def test_later_deltas_build_upon_the_compacted_step(tmp_path: Path) -> None:
     # What only the chain before needed may go.
     shutil.rmtree(shards_of(tmp_path, 1)[0].parent)
     for step in (1, 2, 3):
-        manifest(tmp_path, step).unlink()
+        manifest_path(tmp_path, step).unlink()
     for step in (3, 4, 5):
         assert load_image(tmp_path, step) == run.images[step]
 
@@ -185,33 +175,37 @@ def test_retention_lets_what_was_folded_go(tmp_path: Path) -> None:
         run.saver.compact(3).result(60)
         run.save(5)
     assert asyncckpt.list_steps(tmp_path) == [3, 4, 5]
-    assert not manifest(tmp_path, 3).exists()
+    assert not manifest_path(tmp_path, 3).exists()
     assert len(list((tmp_path / "data").iterdir())) == 3
     for step in (3, 4, 5):
         assert load_image(tmp_path, step) == run.images[step]
 
 
-def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing, enter_state = threading.Event(), threading.Event()
+def do_when_written(monkeypatch: pytest.MonkeyPatch, act: Callable[..., object]) -> None:
+    """Do something when a compaction has written, with what it was called."""
     write = asyncckpt.engine.compact.run_compaction._write
 
-    def held_write(*arguments: Any, **options: Any) -> Any:
+    def write_and_act(*arguments: Any, **options: Any) -> Any:
         written = write(*arguments, **options)
-        writing.set()
-        assert enter_state.wait(60)
+        act(*arguments)
         return written
 
-    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", held_write)
+    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_act)
+
+
+def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    do_when_written(monkeypatch, lambda *_: gate())
     with TrainingRun(tmp_path, keep=100) as run:
         for step in STEPS:
             run.save(step)
         compaction = run.saver.compact()
-        assert writing.wait(60)
+        assert gate.reached.wait(60)
         run.save(5)
         run.save(6, kind="full")
         with pytest.raises(asyncckpt.ConflictError, match="being compacted already"):
             run.saver.compact(4).result(60)
-        enter_state.set()
+        gate.open()
         assert not compaction.result(60).skipped
         run.save(7)
     for step in range(1, 8):
@@ -222,14 +216,8 @@ def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatc
 def test_a_step_that_retention_takes_meanwhile_does_not_come_back(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, shards = asyncckpt.engine.compact.run_compaction._write, shards_of(chain.path, 4)
-
-    def write_and_lose(*arguments: Any, **options: Any) -> Any:
-        written = write(*arguments, **options)
-        manifest(chain.path, 4).unlink()
-        return written
-
-    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_lose)
+    shards = shards_of(chain.path, 4)
+    do_when_written(monkeypatch, lambda *_: manifest_path(chain.path, 4).unlink())
     with pytest.raises(asyncckpt.NotFoundError, match="step 4 is not in"):
         asyncckpt.compact(chain.path, 4)
     assert asyncckpt.list_steps(chain.path) == [1, 2, 3]
@@ -237,15 +225,12 @@ def test_a_step_that_retention_takes_meanwhile_does_not_come_back(
 
 
 def test_a_folder_that_is_taken_away_is_not_published(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = asyncckpt.engine.compact.run_compaction._write
     before = files_of(chain.path)
 
-    def write_and_lose(*arguments: Any, **options: Any) -> Any:
-        written = write(*arguments, **options)
+    def lose(*arguments: Any) -> None:
         shutil.rmtree(next(path for path in arguments if isinstance(path, Transaction)).place.path)
-        return written
 
-    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_lose)
+    do_when_written(monkeypatch, lose)
     with pytest.raises(asyncckpt.ConflictError, match="was removed while step 4 was compacted"):
         asyncckpt.compact(chain.path, 4)
     assert files_of(chain.path) == before
@@ -256,7 +241,7 @@ def test_no_damaged_byte_gets_into_a_full_checkpoint(chain: Chain) -> None:
     listed = set(files_of(chain.path))
     flips = 0
     for step in (1, 3, 4):
-        facts = json.loads(manifest(chain.path, step).read_text())
+        facts = document_of(chain.path, step)
         for block in facts["blocks"]:
             if block["role"] == "pad" or not block["bytes"] or (block["role"] == "dense" and block["name"] != "w"):
                 continue
@@ -275,7 +260,7 @@ def test_no_damaged_byte_gets_into_a_full_checkpoint(chain: Chain) -> None:
 
 
 def test_a_broken_chain_is_not_folded(chain: Chain) -> None:
-    manifest(chain.path, 2).unlink()
+    manifest_path(chain.path, 2).unlink()
     with pytest.raises(asyncckpt.CorruptError, match="parent step 2 is missing"):
         asyncckpt.compact(chain.path, 4)
     with pytest.raises(asyncckpt.NotFoundError):
@@ -391,10 +376,10 @@ def test_tables_that_come_go_and_are_empty(tmp_path: Path) -> None:
     assert {name: len(rows) for name, rows in wanted.items()} == {"a": 45, "lost": 0, "empty": 0, "cleared": 3}
 
 
-def _rows(path: Path, name: str) -> dict[int, list[float]]:
+def _rows(path: Path, name: str) -> dict[int, tuple[float, ...]]:
     target = asyncckpt.HashTable(name, 2, metadata={"count": torch.int64})
     asyncckpt.Loader(path, hashtables={name: target}).load()
-    return dict(zip(target.ids().tolist(), target.embedding[target.used_rows()].tolist(), strict=True))
+    return rows_of(target, "embedding")
 
 
 def test_multi_level_tables_with_their_companions(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.any_core
 ROWS, DIM = 300, 5
 
 
-class Trained:
+class TableOfDevice:
     """A table of two columns on a device, and the same on the host."""
 
     def __init__(self, runtime: SimulatedRuntime, seed: int) -> None:
@@ -70,7 +70,7 @@ def test_only_rows_that_differ_are_copied(
 ) -> None:
     runtime = SimulatedRuntime(seed=seed, kernels="library")
     with runtime.installed(), marks_counted(monkeypatch) as counted:
-        trained = Trained(runtime, seed)
+        trained = TableOfDevice(runtime, seed)
         expected, written = {}, [0, 1, 17, 299, 3]
         with asyncckpt.Saver(
             path=tmp_path,
@@ -94,7 +94,7 @@ def test_only_rows_that_differ_are_copied(
 def test_two_arenas_know_their_own_rows(tmp_path: Path) -> None:
     runtime = SimulatedRuntime(seed=1, kernels="library")
     with runtime.installed():
-        trained = Trained(runtime, 1)
+        trained = TableOfDevice(runtime, 1)
         expected = []
         with asyncckpt.Saver(
             path=tmp_path,
@@ -125,7 +125,7 @@ def test_without_them_all_rows_are_copied(
 ) -> None:
     runtime = SimulatedRuntime(seed=2, kernels=kernels)
     with runtime.installed(), marks_counted(monkeypatch) as counted:
-        trained = Trained(runtime, 2)
+        trained = TableOfDevice(runtime, 2)
         with asyncckpt.Saver(path=tmp_path, hashtables={"t": trained.table}, **options) as saver:
             for step in range(3):
                 trained.write(10)

@@ -24,6 +24,7 @@ from asyncckpt.tables import HashTable, MultiLevelTable, Uniform
 from tests.shares import slow_but_for_a_share
 from tests.simulated_device import SimulatedRuntime
 from tests.unit.tables.simulated_rows import tables_on_a_device
+from tests.worlds.rows import rows_of
 
 pytestmark = [
     pytest.mark.any_core,
@@ -72,17 +73,10 @@ def train(tables: Sequence[Any], step: int, seed: int) -> None:
             table.prefetch(np.arange(60)[random.permutation(60)[:4]])
 
 
-def contents(table: HashTable) -> Contents:
-    rows = table.used_rows()
-    columns = [table.embedding, *(table.slot(name) for name in ("sum", "wide", "last_seen"))]
-    values = torch.cat([column[rows].double().reshape(len(rows), -1) for column in columns], dim=1)
-    return {id: tuple(row) for id, row in zip(table.ids().tolist(), values.tolist(), strict=True)}
-
-
 def loaded(path: Path, step: int) -> Contents:
     target = new_table("hash")
     asyncckpt.Loader(path, hashtables={"t": target}, step=step).load()
-    return contents(target)
+    return rows_of(target)
 
 
 def trained_and_saved(
@@ -104,7 +98,7 @@ def trained_and_saved(
             for step in range(1, 11):
                 train([table, twin], step, seed)
                 if step % 2 == 0:
-                    expected[step] = contents(twin)
+                    expected[step] = rows_of(twin)
                     if blocking:
                         saver.save(step)
                     else:

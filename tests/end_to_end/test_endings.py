@@ -26,7 +26,7 @@ STATUS = {"end": 0, "break": 0, "raise": 1, "exit": 7, "SIGINT": -2, "SIGTERM": 
 RANDOM_ENDINGS = 200
 
 
-class Server:
+class RunsServer:
     """The process that forks the runs."""
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = Server()
+def server() -> Iterator[RunsServer]:
+    made = RunsServer()
     yield made
     made.close()
 
@@ -108,7 +108,7 @@ SAMPLES = [
 @pytest.mark.parametrize(
     "sample", share_of(SAMPLES, "endings"), ids=lambda sample: "-".join(str(value) for value in sample.values())
 )
-def test_the_last_step_is_saved(tmp_path: Path, server: Server, sample: dict[str, object]) -> None:
+def test_the_last_step_is_saved(tmp_path: Path, server: RunsServer, sample: dict[str, object]) -> None:
     ending = Ending(folder=str(tmp_path), **sample)  # type: ignore[arg-type]
     check(ending, server.run(ending))
 
@@ -116,7 +116,7 @@ def test_the_last_step_is_saved(tmp_path: Path, server: Server, sample: dict[str
 @pytest.mark.slow
 @pytest.mark.random
 @pytest.mark.timeout(1800)
-def test_the_last_step_is_saved_by_any_of_many_endings(tmp_path: Path, server: Server, base_seed: int) -> None:
+def test_the_last_step_is_saved_by_any_of_many_endings(tmp_path: Path, server: RunsServer, base_seed: int) -> None:
     """And a run that was not ended half-way goes on from there, to the same end."""
     for number in range(RANDOM_ENDINGS):
         chosen = random.Random(base_seed + number)
@@ -143,7 +143,7 @@ def test_the_last_step_is_saved_by_any_of_many_endings(tmp_path: Path, server: S
         check(goes_on, server.run(goes_on))
 
 
-def test_a_process_that_is_killed_leaves_what_had_committed(tmp_path: Path, server: Server) -> None:
+def test_a_process_that_is_killed_leaves_what_had_committed(tmp_path: Path, server: RunsServer) -> None:
     ending = Ending(folder=str(tmp_path), how="SIGKILL", step=8, place="between", every=3)
     assert server.run(ending) == STATUS["SIGKILL"]
     for step in asyncckpt.list_steps(ending.ckpt):
@@ -151,7 +151,7 @@ def test_a_process_that_is_killed_leaves_what_had_committed(tmp_path: Path, serv
         assert asyncckpt.load(ending.ckpt, step)["a"].tolist() == [step + 1] * 3
 
 
-def test_the_check_finds_a_last_step_that_is_lost(tmp_path: Path, server: Server) -> None:
+def test_the_check_finds_a_last_step_that_is_lost(tmp_path: Path, server: RunsServer) -> None:
     ending = Ending(folder=str(tmp_path), use="lossy", every=4)
     status = server.run(ending)
     with pytest.raises(AssertionError, match="9"):

@@ -11,7 +11,7 @@ import gc
 import io
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.save_lock import OpenFutures
 from asyncckpt.errors import DeadlineError, FilterError, IOFailedError, SaveCancelledError
 from asyncckpt.signals import uninterrupted
-from tests.end_to_end.state import Gate
+from tests.worlds.gates import Gate, failing
 
 DEADLINE_S = 60.0
 
 
-class Program:
+class FailedSave:
     """One failed save, whoever asks for its error, and where it came out: "asked" or "raised" or "printed"."""
 
     def __init__(self, error: Exception) -> None:
@@ -184,7 +184,7 @@ class Program:
 
 ASKERS = [
     name
-    for name in vars(Program)
+    for name in vars(FailedSave)
     if name.startswith(("result", "exception", "await", "task_of", "waited_for", "callback"))
 ]
 REPORTS = ["next_save", "wait_idle_or_close"]
@@ -202,7 +202,7 @@ def check(came_out: list[str], *, cancelled: bool) -> None:
 
 def run(before: Sequence[str], after: Sequence[str], cancelled: bool) -> None:
     error = SaveCancelledError("cancelled") if cancelled else IOFailedError("disk on fire")
-    check(Program(error).run(before, after), cancelled=cancelled)
+    check(FailedSave(error).run(before, after), cancelled=cancelled)
 
 
 @settings(max_examples=400, deadline=None)
@@ -226,7 +226,7 @@ def test_an_error_comes_out_of_all_short_programs() -> None:
 @pytest.mark.parametrize("asker", ASKERS)
 @pytest.mark.parametrize("report", REPORTS)
 def test_what_an_asker_leaves_is_raised_by_the_next_call(asker: str, report: str) -> None:
-    came_out = Program(IOFailedError("disk on fire")).run([asker], ["turns", report])
+    came_out = FailedSave(IOFailedError("disk on fire")).run([asker], ["turns", report])
     asks = {"result_on_a_thread", "awaited", "task_of_it", "callback_that_asks"}
     assert came_out == (["asked"] if asker in asks else ["raised"])
 
@@ -268,22 +268,11 @@ def test_what_loses_or_repeats_it_is_found(
 # -- with real saves ---------------------------------------------------------------------------------------------------
 
 
-def failing(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-    raise RuntimeError("disk on fire")
-
-
 class FailingGate(Gate):
     """Holds a save, then fails it."""
 
     def __call__(self, blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         return failing(super().__call__(blocks))
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
 
 
 def cancelled_save(saver: asyncckpt.Saver, gate: Gate) -> asyncckpt.SaveFuture:
@@ -302,8 +291,7 @@ def test_a_cancelled_save_is_no_error_of_the_next_call(tmp_path: Path, gate: Gat
         saver_of_0 = saver  # A step that compact finds.
         gate.open()
         saver_of_0.save(0)
-        gate._open.clear()
-        gate.reached.clear()
+        gate.shut()
         future = cancelled_save(saver, gate)
         found = getattr(saver, call)()
         if call in ("save_async", "compact"):
@@ -350,7 +338,7 @@ def test_the_error_of_a_load_nobody_asks_for_is_printed(tmp_path: Path, printed:
 
 @pytest.mark.parametrize("ask", ["result", "exception"])
 def test_two_threads_that_ask_at_once_both_get_it(ask: str) -> None:
-    program = Program(IOFailedError("disk on fire"))
+    program = FailedSave(IOFailedError("disk on fire"))
     for _ in range(2):
         program.result_on_a_thread()
     program.end_save()
@@ -375,7 +363,7 @@ def test_a_callback_that_waits_for_the_closing_thread_stops_nobody(tmp_path: Pat
 @pytest.mark.parametrize("ask", ["exception", "result"])
 def test_an_ask_that_a_signal_ends_takes_no_error_along(monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
     """It comes when the wait has ended and the answer is on its way."""
-    program = Program(IOFailedError("disk on fire"))
+    program = FailedSave(IOFailedError("disk on fire"))
     program.end_save()
     real = SaveFuture._wait_done
 

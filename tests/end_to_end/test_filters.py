@@ -13,7 +13,8 @@ from safetensors import safe_open
 
 import asyncckpt
 from asyncckpt import filters
-from tests.end_to_end.state import bits, table_image
+from tests.worlds.bits import bits
+from tests.worlds.rows import table_image
 
 DIM = 16
 KINDS = ["async", "blocking"]

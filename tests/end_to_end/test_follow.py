@@ -21,7 +21,9 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.manifest import Chain
 from asyncckpt.signals import uninterrupted
 from tests.end_to_end.chains import ALWAYS_DELTAS, TrainingRun
-from tests.end_to_end.state import Gate, State
+from tests.end_to_end.state import State
+from tests.worlds.directories import document_of, manifest_path
+from tests.worlds.gates import Gate
 
 POLL_S = 0.005
 
@@ -57,10 +59,6 @@ async def serve(run: TrainingRun, steps: list[int], served: State, follower: asy
         assert report.step == step
         found.append(small(report))
     return found
-
-
-def manifest(path: Path, step: int) -> Path:
-    return path / "manifests" / f"{step:012d}.json"
 
 
 async def test_each_update_brings_the_server_to_its_step(run: TrainingRun) -> None:
@@ -222,7 +220,7 @@ async def test_a_step_that_goes_while_it_is_opened_is_passed_over(
         chain = read_chain(root, step)
         read.append(step)
         if len(read) == 1:
-            manifest(run.path, 1).unlink()
+            manifest_path(run.path, 1).unlink()
             shutil.rmtree(run.path / "data" / f"{1:012d}-{chain.newest.head.attempt}")
         return chain
 
@@ -246,8 +244,8 @@ async def test_a_chain_that_is_compacted_while_it_is_opened_is_read_again(
             with ThreadPoolExecutor(1) as training:  # The follower's own threads may not wait for it.
                 training.submit(lambda: run.saver.compact(2).result(60)).result(60)
             shutil.rmtree(run.path / "data" / f"{1:012d}-{chain.manifests[1].head.attempt}")
-            manifest(run.path, 1).unlink()
-            manifest(run.path, 2).unlink()
+            manifest_path(run.path, 1).unlink()
+            manifest_path(run.path, 2).unlink()
         kinds.append(chain.newest.head.kind)
         return chain
 
@@ -283,7 +281,7 @@ async def test_another_checkpoint_of_the_same_step_is_not_the_one_before(run: Tr
     async with follow(run, cursor=cursor) as follower:
         await serve(run, [1, 2], served, follower)
         run.saver.close()
-        manifest(run.path, 2).unlink()
+        manifest_path(run.path, 2).unlink()
         tables, tensors = run.state.tables, run.state.dense
         run.saver = asyncckpt.Saver(path=run.path, hashtables=tables, tensors=tensors, deltas=ALWAYS_DELTAS)
         run.save(2, "full")
@@ -297,14 +295,14 @@ async def test_another_checkpoint_of_the_same_step_is_not_the_one_before(run: Tr
 async def test_a_damaged_step_is_told_and_looked_at_again(run: TrainingRun) -> None:
     run.save(1)
     run.save(2)
-    good = manifest(run.path, 2).read_bytes()
+    good = manifest_path(run.path, 2).read_bytes()
     async with follow(run) as follower:
         assert (await anext(follower)).step == 1
-        manifest(run.path, 2).write_bytes(good[:-9])
+        manifest_path(run.path, 2).write_bytes(good[:-9])
         for _ in range(2):
             with pytest.raises(asyncckpt.CorruptError, match="does not end as a manifest"):
                 await anext(follower)
-        manifest(run.path, 2).write_bytes(good)
+        manifest_path(run.path, 2).write_bytes(good)
         assert (await anext(follower)).step == 2
 
 
@@ -314,7 +312,7 @@ async def test_damaged_rows_are_an_error_and_the_next_load_is_whole(run: Trainin
     async with follow(run) as follower:
         await serve(run, [1], served, follower)
         run.save(2)
-        facts = json.loads(manifest(run.path, 2).read_text())
+        facts = document_of(run.path, 2)
         block = next(block for block in facts["blocks"] if block["name"] == "item@embedding")
         shard = run.path / facts["files"][block["file"]]["path"]
         good = shard.read_bytes()
@@ -396,8 +394,7 @@ def test_the_end_of_an_update_waits_for_its_use_up_to_a_deadline(
 ) -> None:
     """And Ctrl-C ends the wait."""
     run.save(0)
-    held, may_end = threading.Event(), threading.Event()
-    follower = follow(run)
+    gate, follower = Gate(), follow(run)
 
     async def first() -> asyncckpt.follower.Update:
         return await anext(follower)
@@ -405,13 +402,12 @@ def test_the_end_of_an_update_waits_for_its_use_up_to_a_deadline(
     update = asyncio.run(first())
 
     def read(_: str) -> torch.Tensor:
-        held.set()
-        assert may_end.wait(60)
+        gate()
         return torch.empty(0)
 
     thread = threading.Thread(target=update._read, args=(read, "t"))
     thread.start()
-    assert held.wait(60)
+    assert gate.reached.wait(60)
     try:
         with monkeypatch.context() as patched:
             patched.setattr(asyncckpt.follower, "SAVE_DEADLINE_S", 0.01)
@@ -421,7 +417,7 @@ def test_the_end_of_an_update_waits_for_its_use_up_to_a_deadline(
         with pytest.raises(KeyboardInterrupt):
             update.done()
     finally:
-        may_end.set()
+        gate.open()
         thread.join()
     update.done()
     asyncio.run(follower.aclose())

@@ -14,7 +14,7 @@ from tests.end_to_end.follower_process import digest_of
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-class Server:
+class FollowerProcess:
     """The process of follower_process.py."""
 
     def __init__(self, path: Path, cursor: Path) -> None:
@@ -38,7 +38,7 @@ class Server:
 
 def test_a_second_process_sees_every_step_once_across_a_restart(tmp_path: Path) -> None:
     path, cursor = tmp_path / "run", tmp_path / "cursor.json"
-    server = Server(path, cursor)  # Before there is a directory.
+    server = FollowerProcess(path, cursor)  # Before there is a directory.
     seen, digests = [], {}
     with TrainingRun(path, keep=20) as run:
 
@@ -52,7 +52,7 @@ def test_a_second_process_sees_every_step_once_across_a_restart(tmp_path: Path) 
         server.kill()
         save(4)
         save(5)
-        server = Server(path, cursor)
+        server = FollowerProcess(path, cursor)
         save(6)
         seen += [server.next() for _ in range(3)]
         save(7, "full")

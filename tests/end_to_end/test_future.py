@@ -12,11 +12,8 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.end_to_end.state import Gate, State, load_image
-
-
-def failing(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-    raise RuntimeError("disk on fire")
+from tests.end_to_end.state import State, load_image
+from tests.worlds.gates import Gate, failing
 
 
 def test_cancel_before_commit_aborts(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import torch
 import asyncckpt
 from asyncckpt.engine.process.save_lock import HANDOVER_S_MAX, Handovers
 from asyncckpt.model.write_block import WriteBlock
+from tests.worlds.gates import Gate
+from tests.worlds.objects import Stateful
 
 USUAL_S = 0.005
 
@@ -47,33 +49,23 @@ def test_it_is_short_during_a_save(tmp_path: Path) -> None:
     assert intervals_during_a_save(tmp_path) == pytest.approx([HANDOVER_S_MAX, USUAL_S])
 
 
-class Looking:
-    """An object that looks at it in the call that saves it, and in the one that loads it."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def state_dict(self) -> dict[str, int]:
-        self.seen.append(sys.getswitchinterval())
-        return {"x": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.seen.append(sys.getswitchinterval())
-
-
 @pytest.mark.parametrize("kind", ["save_async", "save", "load"])
 def test_it_is_short_in_the_call(tmp_path: Path, kind: str) -> None:
-    looking = Looking()
-    state = {"object": looking}
+    seen: list[float] = []
+
+    def look() -> None:
+        seen.append(sys.getswitchinterval())
+
+    state = {"object": Stateful({"x": 1}, saving=look, loading=look)}
     with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
         saver.save(1)
-        looking.seen.clear()
+        seen.clear()
         if kind == "load":
             asyncckpt.Loader(tmp_path, tensors=state).load()
         else:
             saver.save_async(2).result(60) if kind == "save_async" else saver.save(2)
-        assert len(looking.seen) > 0
-        assert looking.seen == pytest.approx([HANDOVER_S_MAX] * len(looking.seen))
+        assert len(seen) > 0
+        assert seen == pytest.approx([HANDOVER_S_MAX] * len(seen))
         assert sys.getswitchinterval() == pytest.approx(USUAL_S)
 
 
@@ -100,19 +92,14 @@ def test_it_is_short_until_the_last_one_in_flight_ends(tmp_path: Path) -> None:
 
 
 def test_a_skipped_or_refused_call_leaves_it(tmp_path: Path) -> None:
-    may_end = threading.Event()
-
-    def wait(blocks: list[WriteBlock]) -> list[WriteBlock]:
-        assert may_end.wait(60)
-        return blocks
-
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.zeros(3)}, filter_func=wait) as saver:
+    gate = Gate()
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.zeros(3)}, filter_func=gate) as saver:
         future = saver.save_async(1)
         assert saver.save_async(2, on_busy="skip").result(60).skipped
         with pytest.raises(asyncckpt.SaveInProgressError):
             saver.save_async(2, on_busy="raise")
         assert sys.getswitchinterval() == pytest.approx(HANDOVER_S_MAX)
-        may_end.set()
+        gate.open()
         future.result(60)
         assert sys.getswitchinterval() == pytest.approx(USUAL_S)
 

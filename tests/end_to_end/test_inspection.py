@@ -17,6 +17,7 @@ from asyncckpt.errors import NotFoundError, UsageError
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.inspection import compare, find_rows, outline
 from tests.end_to_end.merged_ranks import as_boxes, save_each
+from tests.worlds.saves import save_one
 
 
 @pytest.fixture(params=[4 << 20, 64])
@@ -79,10 +80,8 @@ def test_tables_differ_as_their_rows_do(tmp_path: Path, seed: int, window_bytes:
 
 def test_how_far_numbers_are_apart(tmp_path: Path, window_bytes: None) -> None:
     before, after = torch.randn(70, 3), torch.randn(70, 3)
-    with asyncckpt.Saver(path=tmp_path, tensors={"w": before, "same": torch.ones(9), "zero": torch.zeros(2)}) as saver:
-        saver.save(1)
-    with asyncckpt.Saver(path=tmp_path, tensors={"w": after, "same": torch.ones(9), "zero": torch.ones(2)}) as saver:
-        saver.save(2)
+    save_one(tmp_path, tensors={"w": before, "same": torch.ones(9), "zero": torch.zeros(2)})
+    save_one(tmp_path, 2, tensors={"w": after, "same": torch.ones(9), "zero": torch.ones(2)})
     found = compare(tmp_path, 1, 2).tensors
     assert sorted(found) == ["w", "zero"]
     assert found["w"].kind == "changed"
@@ -128,10 +127,8 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype, window_bytes: None) -> 
         raw = raw % 2
     other = raw.clone()
     other[3, 0] ^= 1
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": raw.view(dtype), "one": raw.view(dtype)[0, 0]}) as saver:
-        saver.save(1)
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": other.view(dtype), "one": other.view(dtype)[3, 0]}) as saver:
-        saver.save(2)
+    save_one(tmp_path, tensors={"x": raw.view(dtype), "one": raw.view(dtype)[0, 0]})
+    save_one(tmp_path, 2, tensors={"x": other.view(dtype), "one": other.view(dtype)[3, 0]})
     found = compare(tmp_path, 1, 2)
     assert sorted(found.tensors) == ["one", "x"]
     assert compare(tmp_path, 2, 2).is_same

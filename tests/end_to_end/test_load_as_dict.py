@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 import asyncckpt
 from tests.end_to_end.trees import differences, live, shared_bytes, states
+from tests.worlds.saves import save_one
 
 
 def trained() -> dict[str, Any]:
@@ -30,8 +31,7 @@ def trained() -> dict[str, Any]:
 
 
 def saved(path: Path, state: dict[str, Any], **options: Any) -> Path:
-    with asyncckpt.Saver(path=path, tensors=state, **options) as saver:
-        saver.save(1)
+    save_one(path, tensors=state, **options)
     return path
 
 
@@ -221,8 +221,7 @@ def wide_state() -> list[torch.Tensor]:
 
 def test_a_table_and_an_entry_of_one_name_are_not_mixed(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 4)
-    with asyncckpt.Saver(path=tmp_path / "d", hashtables={"user": table}, tensors={"user": {"n": 1}}) as saver:
-        saver.save(1)
+    save_one(tmp_path / "d", hashtables={"user": table}, tensors={"user": {"n": 1}})
     assert asyncckpt.load(tmp_path / "d") == {"user": {"n": 1}}
     with pytest.raises(asyncckpt.UsageError, match="'user'"):
         asyncckpt.load(tmp_path / "d", tables=True)

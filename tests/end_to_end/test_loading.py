@@ -12,7 +12,11 @@ import torch
 
 import asyncckpt
 from asyncckpt.engine.load import run_load, verify
-from tests.end_to_end.state import State, bits, filled_table, new_table, table_image
+from tests.end_to_end.state import State, filled_table, new_table
+from tests.worlds.bits import bits
+from tests.worlds.objects import Stateful
+from tests.worlds.rows import table_image
+from tests.worlds.saves import save_one
 
 Info = dict[str, dict[str, list[str]]]
 
@@ -20,8 +24,7 @@ Info = dict[str, dict[str, list[str]]]
 @pytest.fixture
 def saved(tmp_path: Path) -> State:
     state = State.filled(1)
-    with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, hashtables=state.tables, tensors=state.dense)
     return state
 
 
@@ -99,8 +102,7 @@ def test_merge_into_a_table_keeps_its_other_rows(tmp_path: Path, saved: State) -
 @pytest.mark.parametrize("count", [1, 2, 4, 7])
 def test_one_checkpoint_into_many_tables_and_back(tmp_path: Path, count: int) -> None:
     source = filled_table("user", rows=800, seed=5)
-    with asyncckpt.Saver(path=tmp_path / "one", hashtables={"user": source}) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path / "one", staged=True, hashtables={"user": source})
     parts = [new_table(shard=(index, count)) for index in range(count)]
     for part in parts:
         asyncckpt.Loader(tmp_path / "one", {"user": part}).load()
@@ -110,8 +112,7 @@ def test_one_checkpoint_into_many_tables_and_back(tmp_path: Path, count: int) ->
         assert all((id % 2**64) % count == index for id in image)
     alone = asyncckpt.RankOptions(alone=True)
     for index, part in enumerate(parts):
-        with asyncckpt.Saver(path=tmp_path / f"part{index}", hashtables={"user": part}, ranks=alone) as saver:
-            saver.save_async(1).result(60)
+        save_one(tmp_path / f"part{index}", staged=True, hashtables={"user": part}, ranks=alone)
     back = new_table()
     for index in range(count):
         asyncckpt.Loader(tmp_path / f"part{index}", {"user": back}, merge=True, strict=False).load()
@@ -122,8 +123,7 @@ def test_resharding_reads_split_blocks_by_windows(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("asyncckpt.plan.image.BLOCK_BYTES_MAX", 3000)
     monkeypatch.setattr("asyncckpt.snapshot.windows.WINDOW_BYTES", 1000)
     source = filled_table("user", rows=800, seed=6)
-    with asyncckpt.Saver(path=tmp_path, hashtables={"user": source}) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, hashtables={"user": source})
     images: dict[int, bytes] = {}
     for index in range(3):
         part = new_table(shard=(index, 3))
@@ -244,19 +244,6 @@ def test_module_with_other_entries(tmp_path: Path, saved: State) -> None:
     assert bits(smaller.state_dict()["0.weight"]) == bits(saved.dense["model"].state_dict()["0.weight"])
 
 
-class Holder:
-    """An object whose state is one tensor, made anew at every load."""
-
-    def __init__(self, value: float) -> None:
-        self.tensor = torch.full((1000,), value, dtype=torch.float32)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.tensor = state["tensor"]
-
-
 def test_what_a_filter_leaves_out_of_a_module_is_named_as_such(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"model": torch.nn.Linear(1, 1)}, durability="none")
     target = {"model": torch.nn.Linear(1, 1)}
@@ -267,16 +254,19 @@ def test_what_a_filter_leaves_out_of_a_module_is_named_as_such(tmp_path: Path) -
 
 def test_one_source_for_two_objects(tmp_path: Path) -> None:
     """The object whose own tensor the filter left out keeps what it has; the other one's is read once."""
-    with asyncckpt.Saver(path=tmp_path, tensors={"a": Holder(1), "b": Holder(2)}) as saver:
-        saver.save(1)
+
+    def filled(value: float) -> Stateful:
+        return Stateful({"tensor": torch.full((1000,), value, dtype=torch.float32)})
+
+    save_one(tmp_path, tensors={"a": filled(1.0), "b": filled(2.0)})
 
     def both_from_a(info: Any) -> Any:
         return {name: {"a.tensor": []} for name in info}
 
-    targets = {"a": Holder(3), "b": Holder(4)}
+    targets = {"a": filled(3.0), "b": filled(4.0)}
     report = asyncckpt.Loader(tmp_path, tensors=targets, filter_func=both_from_a).load()
-    assert targets["a"].tensor.eq(1).all()
-    assert targets["b"].tensor.eq(4).all()
+    assert targets["a"].state["tensor"].eq(1).all()
+    assert targets["b"].state["tensor"].eq(4).all()
     assert report.bytes_read == 4000
 
 
@@ -295,8 +285,7 @@ def test_tables_are_taken_in_one_order_whatever_that_of_their_names(
     tables = {name: new_table(name) for name in ("user", "item")}
     for number, names in enumerate((("user", "item"), ("item", "user"))):
         ordered, path = {name: tables[name] for name in names}, tmp_path / str(number)
-        with asyncckpt.Saver(path=path, hashtables=ordered) as saver:
-            saver.save(1)
+        save_one(path, hashtables=ordered)
         asyncckpt.Loader(path, ordered).load()
     assert len(taken) == 4
     assert taken[:2] == taken[2:]
@@ -320,8 +309,7 @@ def test_a_step_that_goes_while_it_is_verified_is_sound(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("when", ["while it reads", "at its end"])
 def test_a_load_that_says_it_is_cancelled_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     w, cancelled = torch.ones(4), []
-    with asyncckpt.Saver(path=tmp_path, tensors={"w": w}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"w": w})
     name = "restore" if when == "while it reads" else "give_state_dicts"
     real, may_go_on = getattr(run_load, name), threading.Event()
 

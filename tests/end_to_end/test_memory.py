@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import sys
-import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import torch
 
 import asyncckpt
 from asyncckpt.engine.save import start_save
-from asyncckpt.filters import WriteBlock
 from asyncckpt.staging.pool import pool
 from tests.end_to_end.state import State, load_image
+from tests.worlds.gates import Gate
 
 SAVES_COUNT = 30
 
@@ -44,18 +43,12 @@ def test_a_blocking_save_that_takes_too_long_is_not_left_to_read_what_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start_save, "SAVE_DEADLINE_S", 0.1)
-    may_write = threading.Event()
-
-    def wait(blocks: list[WriteBlock]) -> list[WriteBlock]:
-        may_write.wait(60)
-        return blocks
-
-    state = {"a": torch.zeros(1 << 10)}
-    with asyncckpt.Saver(path=tmp_path, tensors=state, host_memory_limit=0, filter_func=wait) as saver:
+    gate, state = Gate(), {"a": torch.zeros(1 << 10)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, host_memory_limit=0, filter_func=gate) as saver:
         with pytest.warns(RuntimeWarning, match="does not fit"), pytest.raises(asyncckpt.DeadlineError):
             saver.save_async(1)
         state["a"].fill_(1)
-        may_write.set()
+        gate.open()
     assert asyncckpt.list_steps(tmp_path) == []
 
 

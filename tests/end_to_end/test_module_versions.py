@@ -36,7 +36,7 @@ class Doubles(torch.nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
-class Hooked(torch.nn.Module):
+class SaysMore(torch.nn.Module):
     """Says more than a version."""
 
     def __init__(self) -> None:
@@ -117,7 +117,9 @@ def test_a_module_that_upgrades_older_states_gets_the_version_that_was_saved(
     assert [seen.get("version") for seen in target[2].seen] == [2]
 
 
-@pytest.mark.parametrize("make", [net, Hooked, lambda: torch.nn.Sequential(Hooked(), torch.nn.ReLU()), torch.nn.ReLU])
+@pytest.mark.parametrize(
+    "make", [net, SaysMore, lambda: torch.nn.Sequential(SaysMore(), torch.nn.ReLU()), torch.nn.ReLU]
+)
 def test_what_torch_says_of_modules_is_in_a_loaded_state_as_torch_load_has_it(
     tmp_path: Path, make: Callable[[], torch.nn.Module]
 ) -> None:
@@ -228,7 +230,7 @@ class Answers(dict[str, Any]):
         return Answers()
 
 
-class Noted(dict[str, Any]):
+class NotedDict(dict[str, Any]):
     _metadata = MappingProxyType({"author": "me"})
 
 
@@ -236,7 +238,7 @@ class Counts(Counter[str]):
     _metadata = MappingProxyType({"": {"version": 3}})
 
 
-@pytest.mark.parametrize("state", [Answers(a=1), Noted(a=1), Counts(a=1)])
+@pytest.mark.parametrize("state", [Answers(a=1), NotedDict(a=1), Counts(a=1)])
 def test_metadata_of_what_is_no_state_dict_of_torch_are_left_alone(tmp_path: Path, state: Any) -> None:
     asyncckpt.save(tmp_path / "d", {"state": state})
     found = asyncckpt.load(tmp_path / "d")["state"]

@@ -24,7 +24,7 @@ CHANGES_EACH = 4
 NOT_ALLOWED = (RuntimeError, AttributeError, KeyError, ValueError, TypeError, IndexError, StopIteration)
 
 
-class Buffers(nn.Module):
+class OddBuffers(nn.Module):
     """Has buffers that are saved, not saved and missing."""
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class Buffers(nn.Module):
         self.register_parameter("nothing", None)
 
 
-class Extra(Buffers):
+class WithExtra(OddBuffers):
     note = torch.ones(2)
 
     def get_extra_state(self) -> Any:
         return self.note
 
 
-class OfItsOwn(Buffers):
+class OfItsOwn(OddBuffers):
     own = torch.full((2,), 7.0)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -50,7 +50,7 @@ class OfItsOwn(Buffers):
         destination[prefix + "own"] = self.own
 
 
-class Renaming(Buffers):
+class Renaming(OddBuffers):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
@@ -59,11 +59,11 @@ class Renaming(Buffers):
         return found
 
 
-class Versioned(Buffers):
+class OfVersion5(OddBuffers):
     _version = 5
 
 
-class Looking(Buffers):
+class LooksUp(OddBuffers):
     """Looks its attributes up in its own way."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -71,13 +71,13 @@ class Looking(Buffers):
         return {} if name == "_buffers" else found
 
 
-class Marked(torch.Tensor):
+class MarkedTensor(torch.Tensor):
     pass
 
 
 LEAVES: list[Callable[[], nn.Module]] = [
     *(lambda: nn.Linear(2, 2), lambda: nn.BatchNorm1d(3), lambda: nn.Embedding(3, 2), nn.ReLU, nn.Identity),
-    *(Buffers, Extra, OfItsOwn, Renaming, Versioned, Looking),
+    *(OddBuffers, WithExtra, OfItsOwn, Renaming, OfVersion5, LooksUp),
     lambda: nn.ParameterList([torch.rand(2), torch.rand(1)]),
     lambda: nn.ParameterDict({"a": torch.rand(2)}),
     lambda: nn.MultiheadAttention(4, 2),
@@ -119,7 +119,7 @@ def any_name(draw: random.Random, names: Any) -> str:
 
 def parameter(draw: random.Random, root: nn.Module) -> None:
     module = with_tensors(draw, root)
-    value = draw.choice([None, torch.rand(2), torch.rand(2).as_subclass(Marked)])
+    value = draw.choice([None, torch.rand(2), torch.rand(2).as_subclass(MarkedTensor)])
     module._parameters[any_name(draw, module._parameters)] = value if value is None else nn.Parameter(value)
 
 
@@ -215,8 +215,8 @@ def wrapped(draw: random.Random, root: nn.Module) -> None:
 
 
 def kind(draw: random.Random, root: nn.Module) -> None:
-    buffers = [module for module in root.modules() if isinstance(module, Buffers)]
-    draw.choice(buffers).__class__ = draw.choice([Buffers, Extra, OfItsOwn, Renaming, Versioned, Looking])
+    buffers = [module for module in root.modules() if isinstance(module, OddBuffers)]
+    draw.choice(buffers).__class__ = draw.choice([OddBuffers, WithExtra, OfItsOwn, Renaming, OfVersion5, LooksUp])
 
 
 CHANGES: list[Callable[[random.Random, nn.Module], None]] = [

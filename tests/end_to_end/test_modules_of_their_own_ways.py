@@ -103,7 +103,7 @@ class Lazy(nn.Module):
         super()._load_from_state_dict(state, prefix, *more)
 
 
-class Hooked(nn.Module):
+class ResizingHook(nn.Module):
     """Resizes `seen` in a hook."""
 
     def __init__(self, *, is_closed: bool = False) -> None:
@@ -129,7 +129,7 @@ WRAPPERS: tuple[Any, ...] = (lambda module: module, checkpoint_wrapper, nn.DataP
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
-@pytest.mark.parametrize("make", [Lazy, Hooked])
+@pytest.mark.parametrize("make", [Lazy, ResizingHook])
 def test_a_module_that_resizes_when_it_loads_gets_what_was_stored(tmp_path: Path, make: Any, wrap: Any) -> None:
     stored, fresh = with_seen(make, torch.arange(3.0)), make()
     asyncckpt.save(tmp_path, {"model": nn.ModuleDict({"a": stored})}, durability="none")
@@ -137,8 +137,8 @@ def test_a_module_that_resizes_when_it_loads_gets_what_was_stored(tmp_path: Path
     assert torch.equal(fresh.seen, torch.arange(3.0))
 
 
-def closed() -> Hooked:
-    return Hooked(is_closed=True)
+def closed() -> ResizingHook:
+    return ResizingHook(is_closed=True)
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)

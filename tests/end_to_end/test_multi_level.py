@@ -22,9 +22,9 @@ from asyncckpt.tables import undo_log
 from tests.end_to_end.multi_level_runs import (
     DIM,
     Contents,
+    LevelsRun,
     Pace,
     RunSpec,
-    TrainingRun,
     contents,
     differing,
     paced_exports,
@@ -41,14 +41,14 @@ def pace() -> Iterator[Pace]:
         yield pace
 
 
-def trained(steps: int = 4, spec: RunSpec = SPEC) -> TrainingRun:
-    run = TrainingRun(spec)
+def trained(steps: int = 4, spec: RunSpec = SPEC) -> LevelsRun:
+    run = LevelsRun(spec)
     for number in range(steps):
         run.step(number)
     return run
 
 
-def saver_of(run: TrainingRun, path: Path, **options: Any) -> asyncckpt.Saver:
+def saver_of(run: LevelsRun, path: Path, **options: Any) -> asyncckpt.Saver:
     return asyncckpt.Saver(path=path, hashtables={"t": run.cached.table}, **options)
 
 
@@ -204,7 +204,7 @@ def test_the_live_table_is_unchanged_by_a_save(tmp_path: Path, pace: Pace, way: 
 
 
 def test_training_with_saves_equals_training_without(tmp_path: Path, pace: Pace) -> None:
-    alone, saved = TrainingRun(SPEC), TrainingRun(SPEC)
+    alone, saved = LevelsRun(SPEC), LevelsRun(SPEC)
     with saver_of(saved, tmp_path, device=asyncckpt.DeviceOptions(host_level="first_touch"), on_busy="wait") as saver:
         for number in range(SPEC.steps_count):
             alone.step(number)

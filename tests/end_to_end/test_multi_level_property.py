@@ -13,11 +13,9 @@ values of a later step, and a removed id's row comes out under the id that has g
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
@@ -25,17 +23,10 @@ from asyncckpt.native import implementation
 from asyncckpt.tables.undo_log import UndoLog
 from tests.end_to_end.multi_level_runs import RunSpec, run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LANES = 12  # So that processes can share the runs.
 RUNS_PER_LANE = 50 if implementation == "native" else 20
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Batches of eight rows gain nothing from threads, and lose much where other tests run beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 specs = st.builds(

@@ -13,7 +13,7 @@ import torch
 import asyncckpt
 
 
-class Batch(MutableMapping[str, Any]):
+class RowBatch(MutableMapping[str, Any]):
     """As a TensorDict: its length and what iterates over it are those of the rows, and it has no truth."""
 
     def __init__(self, rows: int, **found: Any) -> None:
@@ -26,7 +26,7 @@ class Batch(MutableMapping[str, Any]):
         return self.rows
 
     def __iter__(self) -> Iterator[Any]:
-        yield from (Batch(0, **{name: value[row] for name, value in self.found.items()}) for row in range(self.rows))
+        yield from (RowBatch(0, **{name: value[row] for name, value in self.found.items()}) for row in range(self.rows))
 
     def __contains__(self, key: object) -> bool:
         raise NotImplementedError("use keys()")
@@ -50,7 +50,7 @@ class Batch(MutableMapping[str, Any]):
         return self.found.items()
 
 
-class Stacked(Batch):
+class Stacked(RowBatch):
     """As a lazily stacked TensorDict: what it returns is made at each look."""
 
     def __getitem__(self, key: str) -> Any:
@@ -60,8 +60,10 @@ class Stacked(Batch):
         return [self[key] for key in self.found]
 
 
-def batch(fill: float, rows: int = 4) -> Batch:
-    return Batch(rows, a=torch.full((rows, 2), fill), deep=Batch(rows, b=torch.full((rows,), fill)), none=Batch(rows))
+def batch(fill: float, rows: int = 4) -> RowBatch:
+    return RowBatch(
+        rows, a=torch.full((rows, 2), fill), deep=RowBatch(rows, b=torch.full((rows,), fill)), none=RowBatch(rows)
+    )
 
 
 @pytest.mark.parametrize("rows", [4, 0])

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.end_to_end.state import Gate, State, load_image
+from tests.end_to_end.state import State, load_image
+from tests.worlds.gates import Gate
 
 DEADLINE_S = 60
 

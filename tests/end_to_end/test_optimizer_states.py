@@ -12,6 +12,8 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt.errors import IncompatibleError
+from tests.worlds.bits import bits
+from tests.worlds.saves import save_one
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -53,15 +55,6 @@ def saved(path: Path, make: Make, dtype: torch.dtype = torch.float32) -> tuple[n
     train(net, optimizer, range(3))
     asyncckpt.save(path, {"model": net, "optim": optimizer}, durability="none")
     return net, optimizer
-
-
-def bits(value: Any) -> Any:
-    """A state with the dtype and the bytes of each tensor."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(value.shape), value.detach().contiguous().view(-1).view(torch.uint8).tolist()
-    if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
-    return [bits(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @pytest.mark.parametrize("make", [
@@ -130,10 +123,7 @@ def test_a_state_has_the_memory_order_of_its_parameter_now(
 
     net, optimizer = made(was)
     step_of(net, optimizer)
-    with asyncckpt.Saver(
-        path=tmp_path, tensors={"model": net, "optim": optimizer}, durability="none", **options
-    ) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"model": net, "optim": optimizer}, durability="none", **options)
     other, resumed = made(now)
     asyncckpt.Loader(tmp_path, tensors={"model": other, "optim": resumed}).load()
     assert resumed.state[other.weight]["exp_avg"].stride() == other.weight.stride()

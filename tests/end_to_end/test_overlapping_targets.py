@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.end_to_end.test_shared_memory import Tied
+from tests.worlds.objects import TiedWeights
 
 Loader, IncompatibleError = asyncckpt.Loader, asyncckpt.IncompatibleError
 HALF = [asyncckpt.filters.cast("b", torch.float16)]
@@ -23,14 +23,14 @@ def save(path: Path, state: dict[str, Any], **options: Any) -> None:
 
 
 def test_tied_targets_refuse_other_values_before_anything_is_changed(tmp_path: Path) -> None:
-    save(tmp_path / "d", {"model": Tied(1.0).untie(), "n": torch.ones(2)})
-    model, other = Tied(7.0), torch.zeros(2)
+    save(tmp_path / "d", {"model": TiedWeights(1.0).untie(), "n": torch.ones(2)})
+    model, other = TiedWeights(7.0), torch.zeros(2)
     assert asyncckpt.Loader(tmp_path / "d", tensors={"model": model, "n": other}).load().bytes_read == 4808, "once"
-    different = Tied(1.0).untie()
+    different = TiedWeights(1.0).untie()
     with torch.no_grad():
         different.lm_head.weight[3, 3] = 2.0
     save(tmp_path / "e", {"model": different, "n": torch.ones(2)})
-    model, other = Tied(7.0), torch.zeros(2)
+    model, other = TiedWeights(7.0), torch.zeros(2)
     for options in ({}, {"strict": False}, {"verify": False}, {"verify": "before"}, {"cast": True}):
         said = r"\['model.embed.weight', 'model.lm_head.weight'\] are the same memory"
         with pytest.raises(IncompatibleError, match=said):

@@ -11,6 +11,7 @@ import torch
 import asyncckpt
 from asyncckpt.errors import IncompatibleError, UsageError
 from asyncckpt.formats import parquet, recis
+from tests.worlds.saves import save_one
 
 IDS_COUNT = 100
 
@@ -30,8 +31,7 @@ def test_a_part_that_is_saved_alone_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_part_that_is_saved_knowingly_does_not_load_as_the_whole(tmp_path: Path) -> None:
     alone = asyncckpt.RankOptions(alone=True)
-    with asyncckpt.Saver(path=tmp_path, hashtables={"user": part_of(1, 2)}, ranks=alone) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"user": part_of(1, 2)}, ranks=alone)
     whole, part = asyncckpt.HashTable("user", 4), asyncckpt.HashTable("user", 4, shard=(3, 4))
     whole.insert(torch.arange(3), torch.zeros(3, 4))
     with pytest.raises(IncompatibleError, match=r"'user' takes ids of which the checkpoint has none.*shard 1 of 2"):
@@ -50,8 +50,7 @@ def test_a_part_that_is_exported_is_told(library: Any, tmp_path: Path) -> None:
     if library is parquet:
         pytest.importorskip("pyarrow")
     alone = asyncckpt.RankOptions(alone=True)
-    with asyncckpt.Saver(path=tmp_path / "run", hashtables={"user": part_of(1, 2)}, ranks=alone) as saver:
-        saver.save(1)
+    save_one(tmp_path / "run", hashtables={"user": part_of(1, 2)}, ranks=alone)
     with pytest.warns(RuntimeWarning, match="only a part of table 'user': shard 1 of 2"):
         assert library.export_checkpoint(tmp_path / "run", tmp_path / "out").rows == {"user": 50}
 

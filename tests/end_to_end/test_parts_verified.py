@@ -17,27 +17,26 @@ from asyncckpt.format import limits
 from asyncckpt.formats import torch_file
 from asyncckpt.model.block import LEAF_BYTES
 from tests.bad_input.crafted import Crafted, Document, block, encode
+from tests.worlds.directories import flip_byte
+from tests.worlds.saves import save_one
 
 ROWS, COLUMNS = 14_000, 200  # 800 bytes, which do not fit into a leaf without a rest; 11 MB.
 WHOLE = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
 
 
 def saved_in_the_call(path: Path) -> None:
-    with asyncckpt.Saver(path=path, tensors={"w": WHOLE}) as saver:
-        saver.save(0)
+    save_one(path, 0, tensors={"w": WHOLE})
 
 
 def saved_behind(path: Path) -> None:
-    with asyncckpt.Saver(path=path, tensors={"w": WHOLE}) as saver:
-        saver.save_async(0).result(60)
+    save_one(path, 0, staged=True, tensors={"w": WHOLE})
 
 
 def saved_through_a_filter(path: Path) -> None:
     def copied(blocks: list[Any]) -> list[Any]:
         return [block.replace(data=block.data.clone()) for block in blocks]
 
-    with asyncckpt.Saver(path=path, tensors={"w": WHOLE}, filter_func=copied) as saver:
-        saver.save_async(0).result(60)
+    save_one(path, 0, staged=True, tensors={"w": WHOLE}, filter_func=copied)
 
 
 def saved_by_dcp(path: Path) -> None:
@@ -77,9 +76,7 @@ def test_readers_of_some_rows_read_their_leaves(write: Writer, tmp_path: Path) -
 def test_damage_in_a_leaf_is_found_by_who_reads_it(at: int, tmp_path: Path) -> None:
     saved_behind(tmp_path)
     crafted = Crafted(tmp_path, 0)
-    raw = bytearray(crafted.shard_path().read_bytes())
-    raw[block(crafted.document(), "w")["offset"] + at] ^= 1
-    crafted.shard_path().write_bytes(raw)
+    flip_byte(crafted.shard_path(), block(crafted.document(), "w")["offset"] + at)
     for begin, end in ((0, 5000), (5300, 10_000), (10_500, ROWS)):
         leaves = range(begin * 800 // LEAF_BYTES, -(-end * 800 // LEAF_BYTES))
         if at // LEAF_BYTES in leaves:
@@ -124,8 +121,7 @@ def test_wrong_digests_of_leaves_are_refused(name: str, change: Callable[[str], 
 
 @pytest.mark.parametrize("text", ["", "0" * 32])
 def test_blocks_of_one_leaf_have_no_digests_of_leaves(text: str, tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.zeros(LEAF_BYTES // 4)}) as saver:
-        saver.save(0)
+    save_one(tmp_path, 0, tensors={"w": torch.zeros(LEAF_BYTES // 4)})
     Crafted(tmp_path, 0).edit_block("w", leaf_digests=text)
     with pytest.raises(CorruptError, match=r"leaf_digests must be .* has no leaves beside itself"):
         asyncckpt.verify(tmp_path)
@@ -136,8 +132,7 @@ def test_a_table_read_by_more_ranks(tmp_path: Path) -> None:
     ids = torch.arange(12_000)
     table = asyncckpt.HashTable("t", 256, shard=(0, 65536, 65536), capacity=len(ids))
     table.insert(ids, ids[:, None].float().expand(-1, 256).contiguous())
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
-        saver.save_async(0).result(60)
+    save_one(tmp_path, 0, staged=True, hashtables={"t": table})
     part = asyncckpt.HashTable("t", 256, shard=(0, 3000, 65536), capacity=4000)
     report = asyncckpt.Loader(tmp_path, {"t": part}, {}).load()
     assert len(part) == 3000

@@ -15,11 +15,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import periodic as periodic_module
-from tests.end_to_end.state import Gate
-
-
-def failing(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-    raise RuntimeError("disk on fire")
+from tests.worlds.gates import Gate, failing
 
 
 def make(path: Path, **options: Any) -> asyncckpt.Saver:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.chains.model import Rows, layer_of, new_table, rows_of
+from tests.chains.model import Rows, layer_of, new_table
 from tests.chains.written import Layer, Written, write
 from tests.end_to_end.merged_ranks import merge
 from tests.end_to_end.ranks_world import Target, TrainedRanks, owned, row
+from tests.worlds.rows import rows_of
 
 
 @pytest.mark.parametrize("ranks_count", [2, 3])

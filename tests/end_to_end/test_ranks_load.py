@@ -13,10 +13,13 @@ from asyncckpt.adapters import FixedTable
 from asyncckpt.commit.chain import newest_verified
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
-from tests.chains.model import new_table, rows_of
+from tests.chains.model import new_table
 from tests.end_to_end.merged_ranks import save_each
-from tests.end_to_end.ranks_world import IDS, Holder, Target, insert, owned, row, saved_by
+from tests.end_to_end.ranks_world import IDS, Target, insert, owned, row, saved_by
 from tests.end_to_end.trees import differences
+from tests.worlds.directories import flip_byte
+from tests.worlds.objects import Stateful
+from tests.worlds.rows import rows_of
 
 
 @pytest.mark.parametrize("verify", [True, False, "before"])
@@ -89,9 +92,7 @@ def test_damage_is_named_with_rank_and_file(tmp_path: Path, name: str, verify: A
     written = saved_by(tmp_path, 2)
     block = next(b for b in asyncckpt.describe(tmp_path / "all").blocks if b.name == name and b.rank == 1)
     shard = written.folder / block.file
-    raw = bytearray(shard.read_bytes())
-    raw[block.offset + block.bytes - 1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard, block.offset + block.bytes - 1)
     target = Target(1, 3)
     before = rows_of(target.table)
     with pytest.raises(asyncckpt.CorruptError, match=rf"step 5 is damaged: '{name}' in '.*r00001-000\.safetensors'"):
@@ -165,16 +166,16 @@ def test_one_name_of_different_tensors_on_different_ranks(tmp_path: Path) -> Non
 
 def test_objects_get_the_state_of_their_own_rank(tmp_path: Path) -> None:
     """And nothing of the tensors of other ranks is read for it; of another number of ranks they get all."""
-    states = [{"o": Holder(seen=rank, **{f"t{rank}": torch.full((4,), rank)})} for rank in range(2)]
+    states = [{"o": Stateful({"seen": rank, f"t{rank}": torch.full((4,), rank)})} for rank in range(2)]
     root = save_each(tmp_path, states)
     for rank in range(2):
-        holder = Holder()
+        holder = Stateful({})
         report = asyncckpt.Loader(root, tensors={"o": holder}, shard_index=rank, shard_num=2).load()
         assert list(holder.state) == ["seen", f"t{rank}"]
         assert holder.state["seen"] == rank
         assert holder.state[f"t{rank}"].tolist() == [rank] * 4
         assert report.bytes_read == 32
-    joined = Holder()
+    joined = Stateful({})
     asyncckpt.Loader(root, tensors={"o": joined}).load()
     assert list(joined.state) == ["seen", "t0", "t1"]
     assert joined.state["seen"] == 0

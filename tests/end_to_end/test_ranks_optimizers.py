@@ -14,7 +14,8 @@ import torch.distributed as dist
 import asyncckpt
 from asyncckpt.model.sharded import Piece, Sharded
 from tests.end_to_end.merged_ranks import as_boxes, save_each
-from tests.end_to_end.ranks_world import Holder, chunk
+from tests.end_to_end.ranks_world import chunk
+from tests.worlds.objects import Stateful
 
 pytestmark = pytest.mark.any_core
 
@@ -98,9 +99,9 @@ def test_optimizers_over_sharded_parameters(
 
 
 def test_optimizer_without_sharded_parameters_gets_whole_tensors(tmp_path: Path) -> None:
-    states = [{"o": Holder(t=torch.arange(6.0)[rank * 3 : rank * 3 + 3])} for rank in range(2)]
+    states = [{"o": Stateful({"t": torch.arange(6.0)[rank * 3 : rank * 3 + 3]})} for rank in range(2)]
     root = save_each(tmp_path, states, change=as_boxes({(rank, "o.t"): ((rank * 3,), (6,)) for rank in range(2)}))
-    fresh, spread = Holder(), Holder(t=Sharded((6,), torch.float32, (Piece(torch.zeros(2), (3,)),)))
+    fresh, spread = Stateful({}), Stateful({"t": Sharded((6,), torch.float32, (Piece(torch.zeros(2), (3,)),))})
     asyncckpt.Loader(root, tensors={"o": fresh}).load()
     assert fresh.state["t"].tolist() == list(range(6))
     piece = spread.state["t"].pieces[0].tensor

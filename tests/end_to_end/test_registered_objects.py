@@ -18,7 +18,7 @@ from asyncckpt.format.tree import Node
 from asyncckpt.plan import module_state
 from asyncckpt.plan import state as plan_state
 from asyncckpt.plan.state import FlatState, flatten
-from tests.end_to_end.registered import CHANGES, World, train
+from tests.end_to_end.registered import CHANGES, RegisteredState, train
 
 STEPS = 40
 # What torch raises where it does not allow a change of what earlier changes made, and we for what cannot be saved.
@@ -66,9 +66,9 @@ def contents(flat: FlatState) -> object:
     )
 
 
-def run_of(seed: int, seen: Callable[[World, str], None]) -> None:
+def run_of(seed: int, seen: Callable[[RegisteredState, str], None]) -> None:
     """Change a world at random; `seen` it after every few changes, with what they were."""
-    world, deck = World(seed), list[str]()
+    world, deck = RegisteredState(seed), list[str]()
     try:
         for step in range(STEPS):
             deck = deck or world.draw.sample(sorted(CHANGES), len(CHANGES))
@@ -85,7 +85,7 @@ def run_of(seed: int, seen: Callable[[World, str], None]) -> None:
         world.restore()
 
 
-def is_alike(walk: Walk, world: World) -> bool:
+def is_alike(walk: Walk, world: RegisteredState) -> bool:
     """Whether walks give the same, whatever they know; hooks that change the state may come between two of them."""
     ways: list[Callable[[Any], FlatState]] = [walk.flatten, flatten, asked]
     found = [outcome(way, world.state) for way in ways]
@@ -103,7 +103,7 @@ def mistakes(seed: int) -> tuple[list[str], int]:
     """Flatten with the tree before, without, and by asking; return where they differ, and how often the tree stayed."""
     walk, found = Walk(), list[str]()
 
-    def seen(world: World, drawn: str) -> None:
+    def seen(world: RegisteredState, drawn: str) -> None:
         if not is_alike(walk, world):
             found.append(drawn)
 
@@ -120,7 +120,7 @@ def test_what_is_read_with_the_tree_before_is_what_objects_would_say(seed: int) 
 
 @pytest.mark.parametrize("change", sorted(CHANGES))
 def test_each_change_is_seen(change: str) -> None:
-    world, walk = World(1), Walk()
+    world, walk = RegisteredState(1), Walk()
     try:
         for _ in range(3):
             train(world)
@@ -186,10 +186,10 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("seed", range(4))
 def test_each_checkpoint_holds_what_state_dict_would_have_returned(tmp_path: Path, seed: int) -> None:
     found = list[str]()
-    world_of: list[World] = []
+    world_of: list[RegisteredState] = []
     savers: list[asyncckpt.Saver] = []
 
-    def seen(world: World, drawn: str) -> None:
+    def seen(world: RegisteredState, drawn: str) -> None:
         if not savers:
             world_of.append(world)
             savers.append(asyncckpt.Saver(path=tmp_path / "d", tensors=world.state, durability="none", keep=2))

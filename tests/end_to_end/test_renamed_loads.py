@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.end_to_end.state import filled_table, new_table, table_image
+from tests.end_to_end.state import filled_table, new_table
+from tests.worlds.rows import table_image
 
 Info = dict[str, dict[str, list[str]]]
 COLUMNS = ["id", "embedding", "sum", "momentum", "last_seen"]
 
 
-class Net(torch.nn.Module):
+class CountingNet(torch.nn.Module):
     """A module that counts the calls of a hook of load_state_dict."""
 
     def __init__(self, fill: float) -> None:
@@ -39,7 +40,7 @@ class Net(torch.nn.Module):
 @pytest.fixture
 def old(tmp_path: Path) -> asyncckpt.HashTable:
     table = filled_table("old", rows=50, seed=1)
-    state = {"old_net": Net(1.0), "old_w": torch.ones(4), "same": torch.ones(2), "epoch": 3}
+    state = {"old_net": CountingNet(1.0), "old_w": torch.ones(4), "same": torch.ones(2), "epoch": 3}
     asyncckpt.save(tmp_path / "d", state, hashtables={"old": table})
     return table
 
@@ -53,7 +54,7 @@ def renamed(info: Info) -> Info:
 
 
 def test_a_filter_over_destinations_renames(tmp_path: Path, old: asyncckpt.HashTable) -> None:
-    table, net, w, same = new_table("new"), Net(0.0), torch.zeros(4), torch.zeros(2)
+    table, net, w, same = new_table("new"), CountingNet(0.0), torch.zeros(4), torch.zeros(2)
     tensors = {"new_net": net, "new_w": w, "same": same}
     report = asyncckpt.Loader(tmp_path / "d", {"new": table}, tensors, filter_func=renamed).load()
     assert table_image(table) == table_image(old)
@@ -79,7 +80,7 @@ def test_a_filter_sees_what_only_one_side_has(tmp_path: Path, old: asyncckpt.Has
 
 
 def test_what_a_filter_leaves_under_its_own_name_is_missing(tmp_path: Path, old: asyncckpt.HashTable) -> None:
-    net, w = Net(0.0), torch.zeros(4)
+    net, w = CountingNet(0.0), torch.zeros(4)
     targets: dict[str, Any] = {"hashtables": {"new": new_table("new")}, "tensors": {"new_net": net, "new_w": w}}
     messages = []
     for function in (None, lambda info: info, lambda info: {to: {to: []} for to in info}):
@@ -100,7 +101,7 @@ def test_what_a_filter_leaves_under_its_own_name_is_missing(tmp_path: Path, old:
 
 
 def test_what_a_filter_drops_is_not_missing(tmp_path: Path, old: asyncckpt.HashTable) -> None:
-    table, net, same = filled_table("new", rows=5, seed=2), Net(7.0), torch.zeros(2)
+    table, net, same = filled_table("new", rows=5, seed=2), CountingNet(7.0), torch.zeros(2)
     before = table_image(table)
     loader = asyncckpt.Loader(
         tmp_path / "d", {"new": table}, {"new_net": net, "same": same}, filter_func=lambda info: {"same": info["same"]}

@@ -22,32 +22,25 @@ from asyncckpt.engine.features.retention import Retention
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
+from tests.worlds.gates import Gate
 
 WAIT_S_MAX = 60.0
 STATE = {"x": torch.arange(3.0)}
 
 
-class Removal:
-    """Manifests of checkpoints are removed when `may_go_on` is set; one that has to wait for it sets `is_held`."""
-
-    def __init__(self) -> None:
-        self.is_held, self.may_go_on = threading.Event(), threading.Event()
-
-
 @pytest.fixture
-def removal_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Removal]:
-    """Removals stand still after their last look."""
-    removal, remove_file = Removal(), Directory.remove_file
+def removal_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Removals of manifests stand still after their last look."""
+    gate, remove_file = Gate(), Directory.remove_file
 
     def held(self: Directory, name: str, **options: Any) -> bool:
         if name.endswith(".json"):
-            removal.is_held.set()
-            assert removal.may_go_on.wait(WAIT_S_MAX)
+            gate()
         return remove_file(self, name, **options)
 
     monkeypatch.setattr(Directory, "remove_file", held)
-    yield removal
-    removal.may_go_on.set()
+    yield gate
+    gate.open()
 
 
 def feature_of(saver: asyncckpt.Saver) -> Retention:
@@ -59,7 +52,7 @@ def behind_of(saver: asyncckpt.Saver) -> deque[Future[None]]:
     return feature_of(saver)._behind
 
 
-def test_saves_end_while_retention_stands_still(tmp_path: Path, removal_held: Removal) -> None:
+def test_saves_end_while_retention_stands_still(tmp_path: Path, removal_held: Gate) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1) as saver:
         for step in range(3):
             assert saver.save_async(step).result(WAIT_S_MAX).step == step
@@ -67,28 +60,28 @@ def test_saves_end_while_retention_stands_still(tmp_path: Path, removal_held: Re
         assert asyncckpt.list_steps(tmp_path) == [0, 1, 2, 3]
         with pytest.raises(asyncckpt.DeadlineError, match=r"retention in .* did not end"):
             saver.wait_idle(0.01)
-        removal_held.may_go_on.set()
+        removal_held.open()
         saver.wait_idle(WAIT_S_MAX)
         assert asyncckpt.list_steps(tmp_path) == [3]
 
 
-def test_a_saver_that_is_dropped_lets_retention_end(tmp_path: Path, removal_held: Removal) -> None:
+def test_a_saver_that_is_dropped_lets_retention_end(tmp_path: Path, removal_held: Gate) -> None:
     saver: Any = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     saver.save(0)
     saver.save(1)
     retaining = saver._target.memory.retention
     del saver
-    removal_held.may_go_on.set()
+    removal_held.open()
     retaining.result(WAIT_S_MAX)
     assert asyncckpt.list_steps(tmp_path) == [1]
     with asyncckpt.Saver(path=tmp_path, tensors=STATE) as again:
         again.save(2)
 
 
-def test_a_callback_may_close_the_saver(tmp_path: Path, removal_held: Removal) -> None:
+def test_a_callback_may_close_the_saver(tmp_path: Path, removal_held: Gate) -> None:
     saver = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     saver.save(0)
-    removal_held.may_go_on.set()
+    removal_held.open()
     closed = threading.Event()
 
     def close(_: object) -> None:
@@ -108,12 +101,10 @@ def new_table() -> asyncckpt.HashTable:
 
 def test_a_delta_of_another_saver_keeps_what_it_builds_upon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is published while retention, which has not seen it, is on its way to remove that."""
-    is_looking, may_go_on = threading.Event(), threading.Event()
-    check_files = judge.check_files
+    gate, check_files = Gate(), judge.check_files
 
     def held(*arguments: Any) -> None:
-        is_looking.set()
-        assert may_go_on.wait(WAIT_S_MAX)
+        gate()
         check_files(*arguments)
 
     table = new_table()
@@ -122,25 +113,25 @@ def test_a_delta_of_another_saver_keeps_what_it_builds_upon(tmp_path: Path, monk
         saver.save(1)
         monkeypatch.setattr(judge, "check_files", held)
         retaining.save_async(2).result(WAIT_S_MAX)
-        assert is_looking.wait(WAIT_S_MAX)
+        assert gate.reached.wait(WAIT_S_MAX)
         assert saver.save_async(3, kind="delta").result(WAIT_S_MAX).kind == "delta"
-        may_go_on.set()
+        gate.open()
         retaining.wait_idle(WAIT_S_MAX)
     asyncckpt.verify(tmp_path, 3)
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3]
 
 
-def test_nothing_is_committed_upon_what_is_being_removed(tmp_path: Path, removal_held: Removal) -> None:
+def test_nothing_is_committed_upon_what_is_being_removed(tmp_path: Path, removal_held: Gate) -> None:
     table = new_table()
     retaining = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     with retaining, asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
         saver.save(1)
         retaining.save(2)
         # Not before: a removal that finds the delta under way when it looks once more lets the delta have its parent.
-        assert removal_held.is_held.wait(WAIT_S_MAX)
+        assert removal_held.reached.wait(WAIT_S_MAX)
         with pytest.raises(asyncckpt.ConflictError, match="step 1 is being removed"):
             saver.save(3, kind="delta")
-        removal_held.may_go_on.set()
+        removal_held.open()
     assert asyncckpt.list_steps(tmp_path) == [2]
 
 

@@ -14,7 +14,10 @@ import safetensors
 import torch
 
 import asyncckpt
-from tests.end_to_end.state import State, bits, load_image
+from tests.end_to_end.state import State, load_image
+from tests.worlds.bits import bits
+from tests.worlds.objects import Stateful
+from tests.worlds.saves import save_one
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -99,7 +102,7 @@ def test_every_kind_of_tensor(tmp_path: Path, staged: bool) -> None:
             assert np.array_equal(found, value), name
 
 
-class Extra(torch.nn.Module):
+class ExtraState(torch.nn.Module):
     """A module with extra state."""
 
     def __init__(self, loss: Any) -> None:
@@ -120,9 +123,8 @@ SCALARS += [np.float16(0.1), np.complex64(1 - 2j)]
 @pytest.mark.parametrize("value", SCALARS, ids=lambda value: value.dtype.name)
 async def test_a_numpy_scalar_is_its_own_target(tmp_path: Path, value: Any) -> None:
     """Nobody can write to it, so it comes back as a value, of the same type and with the same bits."""
-    with asyncckpt.Saver(path=tmp_path, tensors={"s": value, "deep": [{"s": value}], "m": Extra(value)}) as saver:
-        saver.save(1)
-    old, module = type(value)(), Extra(type(value)())
+    save_one(tmp_path, tensors={"s": value, "deep": [{"s": value}], "m": ExtraState(value)})
+    old, module = type(value)(), ExtraState(type(value)())
     target = {"s": old, "deep": [{"s": old}], "m": module}
     reports = [asyncckpt.Loader(tmp_path, tensors=target).load()]
     async for update in asyncckpt.follow(tmp_path, until=1):
@@ -146,8 +148,8 @@ EXTRA_STATES += [torch.ones(2), torch.ones(3), {"steps": [torch.ones(2)]}, {"n":
 @pytest.mark.parametrize("saved", EXTRA_STATES, ids=repr)
 async def test_extra_state_of_a_module_has_the_form_that_was_stored(tmp_path: Path, saved: Any, new: Any) -> None:
     """What a module notes while it trains is not in a new one; `load_state_dict` gives it all the same."""
-    asyncckpt.save(tmp_path, {"model": torch.nn.Sequential(Extra(copy.deepcopy(saved)))})
-    loaded = torch.nn.Sequential(Extra(copy.deepcopy(new)))
+    asyncckpt.save(tmp_path, {"model": torch.nn.Sequential(ExtraState(copy.deepcopy(saved)))})
+    loaded = torch.nn.Sequential(ExtraState(copy.deepcopy(new)))
     asyncckpt.Loader(tmp_path, tensors={"model": loaded}).load()
     assert repr(loaded[0].loss) == repr(saved)
     loaded[0].loss = copy.deepcopy(new)
@@ -157,7 +159,7 @@ async def test_extra_state_of_a_module_has_the_form_that_was_stored(tmp_path: Pa
 
 
 def test_extra_state_that_a_module_does_not_take_is_refused(tmp_path: Path) -> None:
-    asyncckpt.save(tmp_path, {"model": Extra(torch.ones(2))})
+    asyncckpt.save(tmp_path, {"model": ExtraState(torch.ones(2))})
     with pytest.raises(asyncckpt.IncompatibleError, match=r"only in the checkpoint .*loss'"):
         asyncckpt.Loader(tmp_path, tensors={"model": torch.nn.Module()}).load()
 
@@ -186,8 +188,7 @@ def test_a_masked_array_is_refused(tmp_path: Path) -> None:
 
 def test_targets_of_other_strides_are_filled(tmp_path: Path) -> None:
     source = torch.randn(4, 6)
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": source}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"x": source})
     for target in (torch.zeros(6, 4).t(), torch.zeros(4, 12)[:, ::2], torch.zeros(4, 6, requires_grad=True)):
         asyncckpt.Loader(tmp_path, tensors={"x": target}).load()
         assert target.detach().equal(source)
@@ -195,54 +196,40 @@ def test_targets_of_other_strides_are_filled(tmp_path: Path) -> None:
 
 def test_nested_state_comes_back_by_load_state_dict(tmp_path: Path) -> None:
     state = State.filled(11)
-    with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, hashtables=state.tables, tensors=state.dense)
     assert load_image(tmp_path) == state.image()
-
-
-class Counter:
-    """Anything with state_dict and load_state_dict."""
-
-    def __init__(self) -> None:
-        self.state: dict[Any, Any] = {}
-
-    def state_dict(self) -> dict[Any, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[Any, Any]) -> None:
-        self.state = state
 
 
 def test_plain_values_keep_type_and_bits(tmp_path: Path) -> None:
     point = collections.namedtuple("point", "x y")
-    source = Counter()
-    source.state = {
-        1: "int key",
-        "1": "str key",
-        False: "bool key",
-        None: [1, 2.5, (3, [4]), {"deep": b"\x00\xff"}],
-        0.5: 2**80,
-        "nan": math.nan,
-        "minus zero": -0.0,
-        "tenth": 0.1,
-        "inf": -math.inf,
-        "complex": 1 - 2j,
-        "point": point(1, 2),
-        "ordered": collections.OrderedDict(b=1, a=torch.ones(2)),
-        "set": {1, "two"},
-        "frozen": frozenset({None, (3,)}),
-        "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
-        "device": torch.device("cuda", 1),
-        "slice": slice(1, None),
-        "range": range(2, 9, 3),
-        "empty": {},
-        "text": "naïve \U0001f600 \n\x00",
-        "tensors": {0: torch.arange(3), "array": np.float32(1.5)},
-    }
-    with asyncckpt.Saver(path=tmp_path, tensors={"counter": source}) as saver:
-        saver.save_async(1).result(60)
-    target = Counter()
+    source = Stateful(
+        {
+            1: "int key",
+            "1": "str key",
+            False: "bool key",
+            None: [1, 2.5, (3, [4]), {"deep": b"\x00\xff"}],
+            0.5: 2**80,
+            "nan": math.nan,
+            "minus zero": -0.0,
+            "tenth": 0.1,
+            "inf": -math.inf,
+            "complex": 1 - 2j,
+            "point": point(1, 2),
+            "ordered": collections.OrderedDict(b=1, a=torch.ones(2)),
+            "set": {1, "two"},
+            "frozen": frozenset({None, (3,)}),
+            "size": torch.Size([2, 3]),
+            "dtype": torch.bfloat16,
+            "device": torch.device("cuda", 1),
+            "slice": slice(1, None),
+            "range": range(2, 9, 3),
+            "empty": {},
+            "text": "naïve \U0001f600 \n\x00",
+            "tensors": {0: torch.arange(3), "array": np.float32(1.5)},
+        }
+    )
+    save_one(tmp_path, staged=True, tensors={"counter": source})
+    target = Stateful({})
     asyncckpt.Loader(tmp_path, tensors={"counter": target}).load()
     found = target.state
     assert list(found) == list(source.state)
@@ -275,8 +262,7 @@ def test_values_and_metadata_come_back_in_the_report(tmp_path: Path) -> None:
 
 
 def test_pairs_are_accepted_as_tensors(tmp_path: Path) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors=[("a", torch.ones(2)), ("b", torch.zeros(3))]) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors=[("a", torch.ones(2)), ("b", torch.zeros(3))])
     a = torch.zeros(2)
     asyncckpt.Loader(tmp_path, tensors=[("a", a)]).load()
     assert a.equal(torch.ones(2))
@@ -301,8 +287,7 @@ def test_names_never_become_file_names(tmp_path: Path) -> None:
     ]
     state = {name: torch.full((3,), float(index)) for index, name in enumerate(names)}
     state["nested"] = {"a": torch.ones(1), "b.c": torch.ones(2), "b": {"c": torch.ones(3)}}
-    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, tensors=state)
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert files[0] == "LOCK"
     assert files[1].endswith("/r00000-000.safetensors")
@@ -317,8 +302,7 @@ def test_names_never_become_file_names(tmp_path: Path) -> None:
 def test_a_tensor_named_like_a_column_does_not_shadow_it(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 4)
     table.lookup(torch.arange(5))
-    with asyncckpt.Saver(path=tmp_path, hashtables={"user": table}, tensors={"user@id": torch.ones(2)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"user": table}, tensors={"user@id": torch.ones(2)})
     target, dense = asyncckpt.HashTable("user", 4), torch.zeros(2)
     asyncckpt.Loader(tmp_path, {"user": target}, {"user@id": dense}).load()
     assert target.ids().equal(table.ids())
@@ -328,8 +312,7 @@ def test_a_tensor_named_like_a_column_does_not_shadow_it(tmp_path: Path) -> None
 def test_shards_open_with_safetensors(tmp_path: Path) -> None:
     state = State.filled(5)
     state.dense["complex"] = torch.randn(5, dtype=torch.complex128)
-    with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:
-        saver.save_async(1).result(60)
+    save_one(tmp_path, staged=True, hashtables=state.tables, tensors=state.dense)
     tensors, tables = asyncckpt.describe(tmp_path).files
     with safetensors.safe_open(str(tmp_path / tables), "pt") as file:
         user = state.tables["user"]

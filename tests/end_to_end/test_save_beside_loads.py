@@ -23,23 +23,21 @@ from asyncckpt.shard.reader import ChainReader
 from asyncckpt.strategies import ShardedLoad, ShardedSave
 from asyncckpt.strategies.mapping import ShardedTensor
 from asyncckpt.strategies.stored_state import StoredState
-from tests.embcache.models import Net, image
+from tests.embcache.models import CachedNet, image
+from tests.worlds.gates import Gate
 
 WAIT_S_MAX = 60
 SIZE = 1000
 State = dict[str, torch.Tensor]
 
 
-class HeldReads:
-    """Holds all reads of checkpoints until they may go on."""
-
-    def __init__(self) -> None:
-        self.reached, self.may_go_on = threading.Event(), threading.Event()
+class HeldReads(Gate):
+    """Holds all reads of checkpoints."""
 
     def let_go_when_asked(self) -> None:
         """Let the load go on as soon as somebody waits for the lock, or does not."""
         assert self.reached.wait(WAIT_S_MAX)
-        threading.Timer(0.05, self.may_go_on.set).start()
+        threading.Timer(0.05, self.open).start()
 
 
 @pytest.fixture
@@ -47,13 +45,12 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldReads]:
     held, run = HeldReads(), ChainReader.run
 
     def wait(self: ChainReader) -> None:
-        held.reached.set()
-        assert held.may_go_on.wait(WAIT_S_MAX)
+        held()
         run(self)
 
     monkeypatch.setattr(ChainReader, "run", wait)
     yield held
-    held.may_go_on.set()
+    held.open()
     assert save_lock.in_flight() == save_lock._asking == []
 
 
@@ -153,7 +150,7 @@ def test_what_a_load_fills_is_captured_after_it(
 
 
 def test_tables_of_a_module_are_captured_after_their_load(tmp_path: Path, held: HeldReads) -> None:
-    whole, net = Net().trained(range(8)), Net()
+    whole, net = CachedNet().trained(range(8)), CachedNet()
     with embcache.Saver(rank=0) as saver:
         saver.save(whole, tmp_path / "saved")
     held.reached.clear()
@@ -168,7 +165,7 @@ def test_tables_of_a_module_are_captured_after_their_load(tmp_path: Path, held: 
     with embcache.Saver(rank=0, on_busy="queue") as saver:
         saver.save(net, tmp_path / "new")
         thread.join(WAIT_S_MAX)
-        found = Net()
+        found = CachedNet()
         saver.load(found, tmp_path / "new")
     assert image(found) == image(whole)
 
@@ -176,7 +173,7 @@ def test_tables_of_a_module_are_captured_after_their_load(tmp_path: Path, held: 
 def test_a_load_of_several_rounds_is_one(tmp_path: Path, held: HeldReads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tied weights are filled one after the other, and no save comes in between."""
     ShardedSave().save(sharded(filled(1.0)), tmp_path / "by_strategy")
-    held.may_go_on.set()
+    held.open()
     state, second = filled(0.0), HeldReads()
     rounds: list[int] = []
     fill = StoredState.load
@@ -184,8 +181,7 @@ def test_a_load_of_several_rounds_is_one(tmp_path: Path, held: HeldReads, monkey
     def load(self: StoredState, targets: Any) -> None:
         rounds.append(len(rounds))
         if len(rounds) == 2:
-            second.reached.set()
-            assert second.may_go_on.wait(WAIT_S_MAX)
+            second()
         fill(self, targets)
 
     monkeypatch.setattr(StoredState, "load", load)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
-from tests.end_to_end.state import Gate, Scribbler, State, load_image
+from tests.end_to_end.state import Scribbler, State, load_image
+from tests.worlds.gates import Gate
 
 
 async def test_await_save_async_while_the_state_is_scribbled(tmp_path: Path) -> None:

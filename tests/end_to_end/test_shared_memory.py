@@ -17,22 +17,9 @@ from asyncckpt.engine.load import whole_state
 from asyncckpt.plan import leaf_facts
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.trees import differences, live, shared_bytes
+from tests.worlds.objects import Stateful, TiedWeights
 
 ALWAYS = asyncckpt.DeltaPolicy(deltas_max=1000, bytes_share_max=1e9)
-
-
-class Tied(torch.nn.Module):
-    def __init__(self, fill: float) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(40, 30)
-        self.lm_head = torch.nn.Linear(30, 40, bias=False)
-        self.lm_head.weight = self.embed.weight
-        with torch.no_grad():
-            self.embed.weight.fill_(fill)
-
-    def untie(self) -> Tied:
-        self.lm_head.weight = torch.nn.Parameter(self.embed.weight.detach().clone())
-        return self
 
 
 class ChannelsLast:
@@ -54,20 +41,20 @@ def names_of(path: Path, step: int | None = None) -> list[str]:
 
 
 def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None:
-    asyncckpt.save(tmp_path / "d", {"model": Tied(1.0), "n": 1})
+    asyncckpt.save(tmp_path / "d", {"model": TiedWeights(1.0), "n": 1})
     assert names_of(tmp_path / "d") == ["model.embed.weight"]
     assert asyncckpt.describe(tmp_path / "d").tied == {"model.lm_head.weight": "model.embed.weight"}
     assert asyncckpt.verify(tmp_path / "d").strays == ()
     found = asyncckpt.load(tmp_path / "d")
     assert found["model"]["lm_head.weight"] is found["model"]["embed.weight"]
-    assert list(differences(found, live({"model": Tied(1.0), "n": 1}))) == []
+    assert list(differences(found, live({"model": TiedWeights(1.0), "n": 1}))) == []
 
 
 @pytest.mark.parametrize("verify", [True, False, "before"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_all_their_names_are_filled(tmp_path: Path, tied: bool, verify: Any) -> None:
-    asyncckpt.save(tmp_path / "d", {"model": Tied(1.0)})
-    model = Tied(0.0) if tied else Tied(0.0).untie()
+    asyncckpt.save(tmp_path / "d", {"model": TiedWeights(1.0)})
+    model = TiedWeights(0.0) if tied else TiedWeights(0.0).untie()
     report = asyncckpt.Loader(tmp_path / "d", tensors={"model": model}, verify=verify).load()
     assert bool(model.embed.weight.eq(1).all())
     assert bool(model.lm_head.weight.eq(1).all())
@@ -77,10 +64,10 @@ def test_all_their_names_are_filled(tmp_path: Path, tied: bool, verify: Any) -> 
 
 def test_what_is_tied_and_untied_between_saves_is_seen(tmp_path: Path) -> None:
     """Of the same shapes, so that nothing but the addresses says it."""
-    tied, apart = Tied(1.0), Tied(1.0).untie()
+    tied, apart = TiedWeights(1.0), TiedWeights(1.0).untie()
     state = {"model": tied}
     with asyncckpt.Saver(path=tmp_path / "d", tensors=state) as saver:
-        for step, model in enumerate((tied, apart, tied, Tied(3.0))):
+        for step, model in enumerate((tied, apart, tied, TiedWeights(3.0))):
             with torch.no_grad():
                 model.embed.weight.fill_(3.0)
                 apart.lm_head.weight.fill_(2.0)
@@ -96,7 +83,7 @@ def test_what_is_tied_and_untied_between_saves_is_seen(tmp_path: Path) -> None:
 
 def test_tied_weights_of_a_delta_and_of_what_it_is_folded_into(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 2)
-    model = Tied(1.0)
+    model = TiedWeights(1.0)
     options: dict[str, Any] = {"path": tmp_path / "d", "hashtables": {"user": table}, "tensors": {"model": model}}
     with asyncckpt.Saver(**options, deltas=ALWAYS) as saver:
         for step in (1, 2):
@@ -127,7 +114,7 @@ def test_filters_see_every_name(tmp_path: Path) -> None:
     cast = asyncckpt.filters.cast("model.lm_head.weight", torch.float16)
     each: list[dict[str, Any]] = [{"filter_func": double_the_head}, {"filters": [cast]}]
     for step, options in enumerate(each):
-        with asyncckpt.Saver(path=tmp_path / "d", tensors={"model": Tied(1.0)}, **options) as saver:
+        with asyncckpt.Saver(path=tmp_path / "d", tensors={"model": TiedWeights(1.0)}, **options) as saver:
             saver.save(step)
         assert len(names_of(tmp_path / "d")) == 2
     assert seen == ["model.embed.weight", "model.lm_head.weight"]
@@ -136,7 +123,7 @@ def test_filters_see_every_name(tmp_path: Path) -> None:
 
 
 def test_a_load_filter_finds_them_by_any_name(tmp_path: Path) -> None:
-    asyncckpt.save(tmp_path / "d", {"model": Tied(1.0)})
+    asyncckpt.save(tmp_path / "d", {"model": TiedWeights(1.0)})
     weight, other = torch.zeros(40, 30), torch.zeros(40, 30)
 
     def rename(info: Any) -> Any:
@@ -147,23 +134,10 @@ def test_a_load_filter_finds_them_by_any_name(tmp_path: Path) -> None:
     assert bool(other.eq(1).all())
 
 
-class Holder:
-    """An object whose state gets new tensors."""
-
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.state = state
-
-
 def test_an_object_gets_them_tied(tmp_path: Path) -> None:
     weight = torch.arange(6.0)
-    asyncckpt.save(tmp_path / "d", {"it": Holder({"a": weight, "b": weight.detach(), "c": weight.clone()})})
-    holder = Holder({})
+    asyncckpt.save(tmp_path / "d", {"it": Stateful({"a": weight, "b": weight.detach(), "c": weight.clone()})})
+    holder = Stateful({})
     asyncckpt.Loader(tmp_path / "d", tensors={"it": holder}).load()
     assert holder.state["a"] is holder.state["b"] is not holder.state["c"]
     assert list(differences(holder.state, {name: weight for name in "abc"})) == []
@@ -173,8 +147,8 @@ def test_an_object_gets_them_tied(tmp_path: Path) -> None:
 def test_an_object_gets_views_of_one_memory(tmp_path: Path, is_checkpointer: bool) -> None:
     """An optimizer that writes to one of them and reads the other would train otherwise than before."""
     both = torch.full((2, 3), 2.0)
-    asyncckpt.save(tmp_path / "d", {"it": Holder({"both": both, "first": both[0]})})
-    holder = Holder({})
+    asyncckpt.save(tmp_path / "d", {"it": Stateful({"both": both, "first": both[0]})})
+    holder = Stateful({})
     if is_checkpointer:
         with asyncckpt.Checkpointer(tmp_path / "d", every=1, it=holder) as checkpoints:
             checkpoints.restore()
@@ -202,14 +176,14 @@ def test_the_state_of_a_fused_optimizer_has_the_strides_of_its_parameters(tmp_pa
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_dcp_reads_them_under_every_name(tmp_path: Path) -> None:
-    asyncckpt.save(tmp_path / "d", {"model": Tied(1.0)})
+    asyncckpt.save(tmp_path / "d", {"model": TiedWeights(1.0)})
     found = {"model": {"embed.weight": torch.zeros(40, 30), "lm_head.weight": torch.zeros(40, 30)}}
     dcp.load(found, storage_reader=StorageReader(tmp_path / "d"))
-    assert list(differences(found, {"model": live(dict(Tied(1.0).state_dict()))})) == []
+    assert list(differences(found, {"model": live(dict(TiedWeights(1.0).state_dict()))})) == []
     asyncckpt.dcp.export_checkpoint(tmp_path / "d", tmp_path / "out")
     found = {"model": {"embed.weight": torch.zeros(40, 30), "lm_head.weight": torch.zeros(40, 30)}}
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "out"))
-    assert list(differences(found, {"model": live(dict(Tied(1.0).state_dict()))})) == []
+    assert list(differences(found, {"model": live(dict(TiedWeights(1.0).state_dict()))})) == []
 
 
 def wide() -> torch.Tensor:
@@ -272,7 +246,7 @@ def test_what_comes_apart(tmp_path: Path) -> None:
 
 
 def test_addresses_are_read_once_a_save_while_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"model": Tied(1.0), **{f"w{n}": torch.zeros(3) for n in range(20)}}
+    state = {"model": TiedWeights(1.0), **{f"w{n}": torch.zeros(3) for n in range(20)}}
     searches = []
     search = leaf_facts.LeafMemory._overlapping
     monkeypatch.setattr(

@@ -17,6 +17,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, IndeterminateError
+from tests.worlds.rows import rows_of
 
 pytestmark = [pytest.mark.random, pytest.mark.timeout(200)]
 
@@ -30,12 +31,7 @@ OPERATIONS = {"train": 6, "save": 9, "cancel": 1, "compact": 4, "wait": 2, "look
 Image = tuple[str, torch.Tensor, dict[int, tuple[float, ...]]]
 
 
-def rows_of(table: asyncckpt.HashTable) -> dict[int, tuple[float, ...]]:
-    values = table.embedding[table.used_rows()].tolist()
-    return {int(key): tuple(row) for key, row in zip(table.ids().tolist(), values, strict=True)}
-
-
-class Trainer:
+class SaverAndState:
     """One Saver and what it saves."""
 
     def __init__(self, name: str, path: Path, choices: random.Random) -> None:
@@ -64,11 +60,11 @@ class Trainer:
         return self.name, self.tensor.clone(), rows_of(self.table)
 
 
-class Program:
+class ProgramOfTwoSavers:
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path
         self.choices = random.Random(seed)
-        self.trainers = [Trainer(name, path, self.choices) for name in "ab"]
+        self.trainers = [SaverAndState(name, path, self.choices) for name in "ab"]
         self.begun: list[tuple[asyncckpt.SaveFuture, Image]] = []
         self.acknowledged: dict[int, list[Image]] = defaultdict(list)
 
@@ -93,7 +89,7 @@ class Program:
             return False
         return True
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, trainer: SaverAndState) -> None:
         """Each call raises one error that nobody has asked for."""
         while not self.tolerate(trainer.saver.close):
             pass
@@ -156,7 +152,7 @@ class Program:
     def reopen(self, number: int) -> None:
         old = self.trainers[number]
         self.end(old)
-        self.trainers[number] = Trainer(old.name, self.path, self.choices)
+        self.trainers[number] = SaverAndState(old.name, self.path, self.choices)
 
     # -- the oracle ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +180,7 @@ def test_what_is_acknowledged_and_listed_is_what_was_saved(
     for seed in range(number, PROGRAMS_COUNT * runs_factor, 4):
         path = tmp_path / str(seed)
         try:
-            Program(path, base_seed + seed).run()
+            ProgramOfTwoSavers(path, base_seed + seed).run()
         except BaseException:
             print(f"seed {base_seed + seed}")
             raise

@@ -35,6 +35,7 @@ from asyncckpt.storage.owner_lock import _lock_file
 from tests.end_to_end.turns import Turns
 from tests.pairs.gate import before_each_operation
 from tests.shares import EVERY
+from tests.worlds.saves import save_one
 
 WAIT_S_MAX = 60.0
 
@@ -68,8 +69,7 @@ STATE = {"x": torch.arange(3.0), "y": torch.ones(5)}
 
 
 def save(path: Path) -> None:
-    with asyncckpt.Saver(path=path, tensors=STATE) as saver:
-        saver.save_async(7).result(WAIT_S_MAX)
+    save_one(path, 7, staged=True, tensors=STATE)
 
 
 def save_by_dcp(path: Path) -> None:
@@ -91,8 +91,7 @@ class SaveDelta:
     def __init__(self, path: Path) -> None:
         self.saver = asyncckpt.Saver(path=path, hashtables={"t": asyncckpt.HashTable("t", 2)})
         self.saver.save(3)
-        with asyncckpt.Saver(path=path, tensors=STATE) as other:
-            other.save(6)
+        save_one(path, 6, tensors=STATE)
 
     def __call__(self, _: Path) -> None:
         with self.saver as saver:

@@ -11,6 +11,7 @@ import torch
 
 import asyncckpt
 from tests.end_to_end.test_module_versions import Doubles
+from tests.worlds.objects import TiedWeights
 
 
 def net(fill: float) -> torch.nn.Module:
@@ -133,20 +134,10 @@ def test_an_optimizer_that_regroups_by_a_hook_decides_itself(tmp_path: Path) -> 
     assert len(optimizer.state) == 4
 
 
-class Tied(torch.nn.Module):
-    def __init__(self, fill: float) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(4, 3)
-        self.lm_head = torch.nn.Linear(3, 4, bias=False)
-        self.lm_head.weight = self.embed.weight
-        with torch.no_grad():
-            self.embed.weight.fill_(fill)
-
-
 def test_a_tied_weight_may_be_there_under_one_name(tmp_path: Path) -> None:
     """As Hugging Face's files have it."""
     asyncckpt.save(tmp_path / "d", {"model": {"embed.weight": torch.ones(4, 3)}})
-    model = Tied(0.0)
+    model = TiedWeights(0.0, rows=4, dim=3)
     report = asyncckpt.Loader(tmp_path / "d", tensors={"model": model}).load()
     assert bool(model.lm_head.weight.eq(1).all())
     assert report.missing == ()

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.end_to_end.state import State, new_table, table_image
+from tests.end_to_end.state import State, new_table
+from tests.worlds.rows import table_image
 
 Blocks = list[asyncckpt.filters.WriteBlock]
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 import asyncckpt
+from tests.worlds.bits import raw_of
 
 DTYPES = sorted(asyncckpt.checkpoints.supported_dtypes(), key=str)
 ARRAY_DTYPES = tuple(
@@ -37,7 +38,7 @@ def differences(found: Any, expected: Any, where: str = "state") -> Iterator[str
         expected = expected.detach()
         if type(found) is not torch.Tensor or (found.dtype, found.shape) != (expected.dtype, expected.shape):
             yield f"{where}: {found!r} for {expected!r}"
-        elif raw(found) != raw(expected):
+        elif raw_of(found) != raw_of(expected):
             yield f"{where}: other bits"
     elif type(found) is not type(expected):
         yield f"{where}: {found!r} for {expected!r}"
@@ -59,11 +60,6 @@ def differences(found: Any, expected: Any, where: str = "state") -> Iterator[str
             yield f"{where}: {found!r} for {expected!r}"
     elif repr(found) != repr(expected):  # Tells -0.0 from 0.0, and takes NaN for itself.
         yield f"{where}: {found!r} for {expected!r}"
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def shared_bytes(state: Any) -> list[list[tuple[int, list[int]]]]:

@@ -40,7 +40,7 @@ class Image:
         return found + list(differences({name: tables.get(name) for name in self.tables}, self.tables, "tables"))
 
 
-class Net(nn.Module):
+class GrowingNet(nn.Module):
     """Has tied weights, a buffer that is not saved, a parameter that is not trained, and some that come later."""
 
     def __init__(self, width: int) -> None:
@@ -64,7 +64,7 @@ class Loop:
     def __init__(self, draw: random.Random, seed: int) -> None:
         self.draw, self.step = draw, 0
         torch.manual_seed(seed)
-        self.net = Net(draw.choice([8, 96]))
+        self.net = GrowingNet(draw.choice([8, 96]))
         self.optimizer = draw.choice(OPTIMIZERS)([one for one in self.net.parameters() if one.requires_grad])
         self.kinds = {f"t{number}": self._kind() for number in range(draw.randrange(3))}
         self.tables = self.new_tables()

@@ -26,7 +26,7 @@ OPERATIONS_COUNT = 60
 WAIT_S = 60
 
 
-class Program:
+class LoopsOfDirectory:
     """Savers of one directory, one after the other or at once, beside the images of all steps."""
 
     def __init__(self, seed: int, path: Path) -> None:
@@ -235,7 +235,7 @@ def forms(state: Any) -> Any:
 
 
 def run(seed: int, path: Path) -> None:
-    program = Program(seed, path)
+    program = LoopsOfDirectory(seed, path)
     try:
         program.run()
     except BaseException:

@@ -51,7 +51,7 @@ class Optimizer:
 
 
 @dataclass
-class Options:
+class FakeOptions:
     dim: int
     dist_type: str = "roundrobin"
 
@@ -123,7 +123,7 @@ class KeyIndexMap:
 class DynamicEmbTableState:
     """One level: its keys and its value rows `[embedding | optimizer state]`."""
 
-    options_list: list[Options]
+    options_list: list[FakeOptions]
     score_policy: ScoreSpec
     key_index_map: KeyIndexMap
     optimizer: Optimizer
@@ -453,7 +453,7 @@ def new_module(
 ) -> BatchedDynamicEmbeddingTablesV2:
     """A module of logical tables t0, t1, ...; layout is "single", "cached" or "hybrid"."""
     optimizer = optimizer or Optimizer(4, ckpt_width=1)
-    options = [Options(dim) for dim in dims]
+    options = [FakeOptions(dim) for dim in dims]
 
     def state(rows_count: int, policy: str, *, overflow: int = 0) -> DynamicEmbTableState:
         words = 2 if policy == "lru_lfu" else 1

@@ -13,7 +13,7 @@ from fork_server import Channel
 from oracle import check_next_save, check_standing, check_steps, expected_digest
 from sample_state import SampleState
 from scenarios import AFTER_STEP, CHECKPOINT, FAR_STEPS, NEW_STEP, SCENARIOS, Scenario, make_saves_small
-from shim import Fault, Shim
+from shim import DiskFault, Shim
 from weak_disk import CutDisk, put_on_disk
 
 from asyncckpt import IndeterminateError, IOFailedError
@@ -38,7 +38,7 @@ def prepare(_: Channel, scenario: Scenario, folder: Path) -> None:
             scenario.save(saver, state, step)
 
 
-def save_once(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault) -> None:
+def save_once(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: DiskFault) -> None:
     """Make the base, and save or compact NEW_STEP, in a copy of the template, with one fault, and a log of the
     operations beside the folder.
 
@@ -52,7 +52,7 @@ def save_once(channel: Channel, scenario: Scenario, folder: Path, template: Path
         _acknowledge(channel, NEW_STEP)
 
 
-def save_and_resolve(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault) -> None:
+def save_and_resolve(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: DiskFault) -> None:
     """Like save_once, with a fault that the process survives. An open outcome is asked for, and counts if good."""
     try:
         save_once(channel, scenario, folder, template, fault)

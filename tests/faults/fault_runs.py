@@ -17,7 +17,7 @@ from pathlib import Path
 
 from child_runs import copy_template
 from fork_server import Channel
-from op_log import Operation, read_log
+from op_log import DiskOp, read_log
 from oracle import (
     check_load,
     check_no_leftovers,
@@ -30,7 +30,7 @@ from oracle import (
 )
 from sample_state import SampleState
 from scenarios import AFTER_STEP, CHECKPOINT, NEW_STEP, Scenario
-from shim import ALL_KINDS, CHANGING_KINDS, NOTHING, Action, Fault, Kind, Shim
+from shim import ALL_KINDS, CHANGING_KINDS, NOTHING, Action, DiskFault, OpKind, Shim
 
 from asyncckpt import CheckpointError, CorruptError, IndeterminateError, IOFailedError, Saver
 from tests.shares import share_of
@@ -42,8 +42,8 @@ WRONG_MAX = 5  # A batch stops after this many.
 KINDS_OF_ACTION = {
     Action.FAIL: ALL_KINDS,
     Action.LIE: CHANGING_KINDS,
-    Action.SHORT: frozenset({Kind.READ, Kind.WRITE}),
-    Action.ZERO: frozenset({Kind.READ, Kind.WRITE}),
+    Action.SHORT: frozenset({OpKind.READ, OpKind.WRITE}),
+    Action.ZERO: frozenset({OpKind.READ, OpKind.WRITE}),
 }
 
 
@@ -55,11 +55,13 @@ class BatchReport:
     wrong: list[str] = field(default_factory=list)
 
 
-def disturb_saves(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault, every: int) -> None:
+def disturb_saves(
+    channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: DiskFault, every: int
+) -> None:
     """Put the fault (its `at` does not count) at a share of the operations of a save. Sends a BatchReport."""
     report = BatchReport()
     operations = _operations_of_a_save(scenario, folder, template)
-    written = {operation.path for operation in operations if operation.kind is Kind.CREATE}
+    written = {operation.path for operation in operations if operation.kind is OpKind.CREATE}
     threads_count = _threads_count()
     meant = [one for one in operations if one.kind in KINDS_OF_ACTION[fault.action]]
     for operation in share_of(meant, f"{scenario.name} {fault.name}", every=every, by=lambda one: one.kind):
@@ -78,7 +80,7 @@ def disturb_saves(channel: Channel, scenario: Scenario, folder: Path, template: 
     channel.send(report)
 
 
-def disturb_loads(channel: Channel, folder: Path, template: Path, fault: Fault) -> None:
+def disturb_loads(channel: Channel, folder: Path, template: Path, fault: DiskFault) -> None:
     """Put the fault at every operation of a load, one run each. Sends a BatchReport."""
     report = BatchReport()
     copy_template(template, folder / "load")
@@ -97,7 +99,7 @@ def disturb_loads(channel: Channel, folder: Path, template: Path, fault: Fault) 
     channel.send(report)
 
 
-def _operations_of_a_save(scenario: Scenario, folder: Path, template: Path) -> list[Operation]:
+def _operations_of_a_save(scenario: Scenario, folder: Path, template: Path) -> list[DiskOp]:
     run = folder / "trial"
     copy_template(template, run)
     log = os.open(f"{run}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -113,7 +115,7 @@ def _operations_of_a_save(scenario: Scenario, folder: Path, template: Path) -> l
     return log[scenario.begin_of_disturbed(log) :]
 
 
-def _disturb_save(scenario: Scenario, folder: Path, fault: Fault) -> str:
+def _disturb_save(scenario: Scenario, folder: Path, fault: DiskFault) -> str:
     root, state, shim = folder / CHECKPOINT, SampleState(), Shim()
     open_before = _open_files()
     saver: Saver | None = None
@@ -140,7 +142,7 @@ def _disturb_save(scenario: Scenario, folder: Path, fault: Fault) -> str:
 
 
 def _check_outcome(
-    scenario: Scenario, root: Path, fault: Fault, error: CheckpointError | None, *, acknowledged: bool
+    scenario: Scenario, root: Path, fault: DiskFault, error: CheckpointError | None, *, acknowledged: bool
 ) -> str:
     newest = NEW_STEP if acknowledged else max(scenario.standing, default=None)
     check_standing(scenario, check_steps(root, acknowledged=newest, candidates={*scenario.standing, NEW_STEP}))
@@ -161,11 +163,11 @@ def _check_outcome(
     return "failed"
 
 
-def _must_be_told(operation: Operation, fault: Fault) -> bool:
+def _must_be_told(operation: DiskOp, fault: DiskFault) -> bool:
     """Whether a save cannot be good after this: bytes were refused, or reported lost when their file was closed."""
     is_failure = fault.action in (Action.FAIL, Action.LIE) and fault.error != errno.EINTR
     is_written = operation.name.endswith(".safetensors") or operation.name.startswith(".m-")
-    return is_failure and is_written and operation.kind in (Kind.CREATE, Kind.WRITE, Kind.TRUNCATE, Kind.CLOSE)
+    return is_failure and is_written and operation.kind in (OpKind.CREATE, OpKind.WRITE, OpKind.TRUNCATE, OpKind.CLOSE)
 
 
 def _go_on(scenario: Scenario, root: Path, saver: Saver | None, state: SampleState, *, is_known: bool) -> None:
@@ -183,7 +185,7 @@ def _go_on(scenario: Scenario, root: Path, saver: Saver | None, state: SampleSta
     check_no_leftovers(root)
 
 
-def _disturb_load(root: Path, fault: Fault) -> tuple[str, bool]:
+def _disturb_load(root: Path, fault: DiskFault) -> tuple[str, bool]:
     """Returns how the load ended, and whether the operation was reached."""
     state, shim = SampleState(), Shim()
     open_before = _open_files()

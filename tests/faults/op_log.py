@@ -10,12 +10,12 @@ from enum import IntEnum
 from itertools import pairwise
 from pathlib import Path
 
-from shim import Kind
+from shim import OpKind
 
 _RECORD = struct.Struct("<iiqqqIIII")
 
 
-class Killed(IntEnum):
+class Kill(IntEnum):
     """Whether the process was killed at this operation."""
 
     NO = 0
@@ -24,10 +24,10 @@ class Killed(IntEnum):
 
 
 @dataclass(frozen=True)
-class Operation:
+class DiskOp:
     """One operation. `size` is how many bytes a transfer moved, the length of a cut, or the flags of an open."""
 
-    kind: Kind
+    kind: OpKind
     error: int
     number: int
     offset: int
@@ -35,7 +35,7 @@ class Operation:
     path: str
     target: str
     data: bytes
-    killed: Killed
+    killed: Kill
 
     @property
     def name(self) -> str:
@@ -44,10 +44,10 @@ class Operation:
 
     @property
     def was_done(self) -> bool:
-        return self.error == 0 and self.killed is not Killed.BEFORE
+        return self.error == 0 and self.killed is not Kill.BEFORE
 
     def __str__(self) -> str:
-        if self.kind is Kind.MARK:
+        if self.kind is OpKind.MARK:
             return f"acknowledgement of step {self.number}"
         name = "/".join(Path(self.path).parts[-2:])
         more = f" -> {Path(self.target).name}" if self.target else ""
@@ -55,7 +55,7 @@ class Operation:
         return f"{self.number} {self.kind.name} {name}{more}{reason}"
 
 
-def read_log(path: Path) -> list[Operation]:
+def read_log(path: Path) -> list[DiskOp]:
     """All operations in the order they were logged."""
     raw = path.read_bytes()
     operations = []
@@ -67,15 +67,15 @@ def read_log(path: Path) -> list[Operation]:
         name, target, data = (raw[begin:end] for begin, end in pairwise(ends))
         at = ends[-1]
         operations.append(
-            Operation(Kind(kind), error, number, offset, size, name.decode(), target.decode(), data, Killed(killed))
+            DiskOp(OpKind(kind), error, number, offset, size, name.decode(), target.decode(), data, Kill(killed))
         )
     return operations
 
 
-def begin_of_disturbed(log: Sequence[Operation], *, base_count: int, from_commit: bool) -> int:
+def begin_of_disturbed(log: Sequence[DiskOp], *, base_count: int, from_commit: bool) -> int:
     """The log line behind the last acknowledgement of a base of that many acts; or the publication after it."""
-    marks = [index for index, operation in enumerate(log) if operation.kind is Kind.MARK]
+    marks = [index for index, operation in enumerate(log) if operation.kind is OpKind.MARK]
     begin = marks[base_count - 1] + 1 if base_count else 0
     if from_commit:
-        return next(index for index in range(begin, len(log)) if log[index].kind is Kind.RENAME)
+        return next(index for index in range(begin, len(log)) if log[index].kind is OpKind.RENAME)
     return begin

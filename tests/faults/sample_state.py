@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import asyncckpt
+from tests.worlds.bits import raw_of
 
 SEED = 20250117
 IDS_COUNT = 90
@@ -110,12 +111,12 @@ class SampleState:
             ids, rows = table.ids(), table.used_rows()
             order = torch.argsort(ids)
             hasher.update(repr((name, len(ids))).encode())
-            hasher.update(_bytes_of(ids[order]))
+            hasher.update(raw_of(ids[order]))
             columns = [table.embedding, *(table.slot(slot) for slot in ("sum", "step_filter") if name == "user")]
             for column in columns:
-                hasher.update(_bytes_of(column[rows[order]]))
+                hasher.update(raw_of(column[rows[order]]))
         for tensor in self._dense():
-            hasher.update(_bytes_of(tensor))
+            hasher.update(raw_of(tensor))
         hasher.update(repr(self.tensors["progress"]).encode())
         return hasher.hexdigest()
 
@@ -168,7 +169,3 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype
     if dtype.is_floating_point:
         return torch.from_numpy(np.asarray(rng.standard_normal(shape))).to(dtype)
     return torch.from_numpy(np.asarray(rng.integers(-(2**62), 2**62, shape))).to(dtype)
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

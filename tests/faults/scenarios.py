@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from op_log import Operation, begin_of_disturbed
+from op_log import DiskOp, begin_of_disturbed
 from sample_state import SampleState
-from shim import NOTHING, Fault, Shim
+from shim import NOTHING, DiskFault, Shim
 
 from asyncckpt import DeltaPolicy, DeviceOptions, Saver, SaveResult
 from asyncckpt.filters import WriteBlock
@@ -63,7 +63,7 @@ class Scenario:
         """The steps that are there when what is disturbed begins."""
         return {*self.before, *(step for _, step in self.base)}
 
-    def begin_of_disturbed(self, log: Sequence[Operation]) -> int:
+    def begin_of_disturbed(self, log: Sequence[DiskOp]) -> int:
         """The log line with which what is disturbed begins."""
         return begin_of_disturbed(log, base_count=len(self.base), from_commit=self.from_commit)
 
@@ -89,7 +89,7 @@ class Scenario:
         self,
         folder: Path,
         state: SampleState,
-        fault: Fault = NOTHING,
+        fault: DiskFault = NOTHING,
         *,
         log: int = -1,
         tell: Callable[[int], object] = lambda step: None,

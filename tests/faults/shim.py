@@ -30,7 +30,7 @@ class Action(IntEnum):
     ZERO = 6  # A read or write moves nothing and reports 0.
 
 
-class Kind(IntEnum):
+class OpKind(IntEnum):
     """Kinds of operations; OPEN is without O_CREAT, CREATE with it."""
 
     OPEN = 0
@@ -49,9 +49,9 @@ class Kind(IntEnum):
     MARK = 13  # No operation, but a line that Shim.mark has put into the log.
 
 
-ALL_KINDS = frozenset(Kind) - {Kind.MARK}
-CHANGING_KINDS = ALL_KINDS - {Kind.OPEN, Kind.READ, Kind.CLOSE}
-SPACE_TAKING_KINDS = CHANGING_KINDS - {Kind.UNLINK, Kind.RMDIR, Kind.TRUNCATE}
+ALL_KINDS = frozenset(OpKind) - {OpKind.MARK}
+CHANGING_KINDS = ALL_KINDS - {OpKind.OPEN, OpKind.READ, OpKind.CLOSE}
+SPACE_TAKING_KINDS = CHANGING_KINDS - {OpKind.UNLINK, OpKind.RMDIR, OpKind.TRUNCATE}
 
 # What goes on failing while the fault lasts: a full disk can still be read, a dead one cannot.
 STICKY_KINDS = {
@@ -64,13 +64,13 @@ STICKY_KINDS = {
 
 
 @dataclass(frozen=True)
-class Fault:
+class DiskFault:
     """What shall happen at operation `at`, and at all later ones of `sticky` kinds."""
 
     action: Action
     at: int
     error: int = 0
-    sticky: frozenset[Kind] = frozenset()
+    sticky: frozenset[OpKind] = frozenset()
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class Fault:
         return f"{'sticky ' if self.sticky else ''}{self.action.name}{reason}"
 
 
-NOTHING = Fault(Action.PASS, at=-1)
+NOTHING = DiskFault(Action.PASS, at=-1)
 
 
 class NoCompiler(Exception):
@@ -123,7 +123,7 @@ class Shim:
         for name in ("shim_operations_count", "shim_hits_count"):
             getattr(self._library, name).restype = ctypes.c_long
 
-    def arm(self, watch: Path, fault: Fault = NOTHING, *, log: int = -1) -> None:
+    def arm(self, watch: Path, fault: DiskFault = NOTHING, *, log: int = -1) -> None:
         """Watch a folder from now on, counting from 0; operations are appended to the file `log` (a descriptor)."""
         sticky = sum(1 << kind for kind in fault.sticky)
         self._arm(os.fsencode(watch), fault.at, fault.action, fault.error, sticky, log)

@@ -8,7 +8,7 @@ from child_runs import prepare, save_once
 from fork_lanes import ForkLanes
 from op_log import read_log
 from scenarios import Scenario
-from shim import NOTHING, Action, Fault, Kind
+from shim import NOTHING, Action, DiskFault, OpKind
 
 
 class Templates:
@@ -35,7 +35,7 @@ class Templates:
         """Leave behind what a save leaves that is killed just before its commit: that is the most."""
         trial = template.with_name(f"{scenario.name}-trial")
         self._lanes.run(lambda lane: lane.messages(save_once, scenario, trial, plain, NOTHING))
-        commit = next(o.number for o in read_log(Path(f"{trial}.log")) if o.kind is Kind.RENAME)
-        fault = Fault(Action.KILL_BEFORE, at=commit)
+        commit = next(o.number for o in read_log(Path(f"{trial}.log")) if o.kind is OpKind.RENAME)
+        fault = DiskFault(Action.KILL_BEFORE, at=commit)
         self._lanes.run(lambda lane: lane.call(save_once, scenario, template, plain, fault))
         assert list(template.glob("*/manifests/.m-*")), "the killed save left no unpublished manifest"

@@ -12,23 +12,23 @@ import pytest
 from fault_runs import BatchReport, disturb_loads, disturb_saves
 from fork_lanes import ForkLanes, Lane
 from scenarios import SCENARIOS, Scenario
-from shim import STICKY_KINDS, Action, Fault
+from shim import STICKY_KINDS, Action, DiskFault
 from templates import Templates
 
 from asyncckpt.native import implementation
 
 ALL = STICKY_KINDS[errno.EIO]
 EVERY_FAULT = [
-    *(Fault(Action.FAIL, at=0, error=error) for error in STICKY_KINDS),
-    *(Fault(Action.FAIL, at=0, error=error, sticky=kinds) for error, kinds in STICKY_KINDS.items()),
+    *(DiskFault(Action.FAIL, at=0, error=error) for error in STICKY_KINDS),
+    *(DiskFault(Action.FAIL, at=0, error=error, sticky=kinds) for error, kinds in STICKY_KINDS.items()),
     # Once only: CPython tries again for as long as it lasts (PEP 475).
-    Fault(Action.FAIL, at=0, error=errno.EINTR),
-    Fault(Action.LIE, at=0, error=errno.EIO),
-    Fault(Action.LIE, at=0, error=errno.EIO, sticky=ALL),
-    Fault(Action.SHORT, at=0),
-    Fault(Action.SHORT, at=0, sticky=ALL),
-    Fault(Action.ZERO, at=0),
-    Fault(Action.ZERO, at=0, sticky=ALL),
+    DiskFault(Action.FAIL, at=0, error=errno.EINTR),
+    DiskFault(Action.LIE, at=0, error=errno.EIO),
+    DiskFault(Action.LIE, at=0, error=errno.EIO, sticky=ALL),
+    DiskFault(Action.SHORT, at=0),
+    DiskFault(Action.SHORT, at=0, sticky=ALL),
+    DiskFault(Action.ZERO, at=0),
+    DiskFault(Action.ZERO, at=0, sticky=ALL),
 ]
 # One of each kind: an error that passes or stays, no space, a file system that is read-only, and a refusal to one call.
 SINGLE_ERRORS, LASTING_ERRORS = {errno.EIO, errno.EACCES}, {errno.EIO, errno.ENOSPC, errno.EROFS}
@@ -41,17 +41,17 @@ EVERY_KIND = [
 ]
 # What the paths through the library can tell apart.
 TELLING_FAULTS = [
-    Fault(Action.FAIL, at=0, error=errno.EIO),
-    Fault(Action.FAIL, at=0, error=errno.EIO, sticky=ALL),
-    Fault(Action.FAIL, at=0, error=errno.ENOSPC, sticky=STICKY_KINDS[errno.ENOSPC]),
-    Fault(Action.LIE, at=0, error=errno.EIO),
-    Fault(Action.SHORT, at=0, sticky=ALL),
+    DiskFault(Action.FAIL, at=0, error=errno.EIO),
+    DiskFault(Action.FAIL, at=0, error=errno.EIO, sticky=ALL),
+    DiskFault(Action.FAIL, at=0, error=errno.ENOSPC, sticky=STICKY_KINDS[errno.ENOSPC]),
+    DiskFault(Action.LIE, at=0, error=errno.EIO),
+    DiskFault(Action.SHORT, at=0, sticky=ALL),
 ]
 FULLY_DISTURBED = "async"
 OTHERS = [name for name in SCENARIOS if name != FULLY_DISTURBED]
 # These write in another way; the others differ in what they rely on, and some make a chain first in every run.
 WRITE_OTHERWISE = ["blocking", "left-open"]
-RELY_FAULTS = [Fault(Action.FAIL, at=0, error=errno.EIO)]
+RELY_FAULTS = [DiskFault(Action.FAIL, at=0, error=errno.EIO)]
 # The twin makes the same operations from Python; these are the ways in which it can write.
 DISTURBED = OTHERS if implementation == "native" else [*WRITE_OTHERWISE, "delta"]
 FAULTS = EVERY_KIND if implementation == "native" else TELLING_FAULTS
@@ -81,7 +81,7 @@ def test_every_operation_of_all_saves_may_fail_in_every_way(
 
 def disturb(
     scenario: Scenario,
-    faults: list[Fault],
+    faults: list[DiskFault],
     lanes: ForkLanes,
     templates: Templates,
     folders: Iterator[Path],
@@ -103,12 +103,12 @@ def test_every_operation_of_a_load_may_fail_in_every_way(
     show(lanes.run_all((fault.name, partial(load_batch, next(run_folders), template, fault)) for fault in faults))
 
 
-def batch(scenario: Scenario, folder: Path, template: Path, fault: Fault, every: int, lane: Lane) -> BatchReport:
+def batch(scenario: Scenario, folder: Path, template: Path, fault: DiskFault, every: int, lane: Lane) -> BatchReport:
     [report] = lane.messages(disturb_saves, scenario, folder, template, fault, every)
     return checked(report)
 
 
-def load_batch(folder: Path, template: Path, fault: Fault, lane: Lane) -> BatchReport:
+def load_batch(folder: Path, template: Path, fault: DiskFault, lane: Lane) -> BatchReport:
     [report] = lane.messages(disturb_loads, folder, template, fault)
     return checked(report)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from child_runs import check_after_crashes, check_after_random_kills, save_for_ever, save_once
 from fork_lanes import ForkLanes, Lane
-from op_log import Operation, read_log
+from op_log import DiskOp, read_log
 from scenarios import CHECKPOINT, NEW_STEP, SCENARIOS, Scenario
-from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
+from shim import CHANGING_KINDS, NOTHING, Action, DiskFault, OpKind
 from templates import Templates
 
 from asyncckpt.native import implementation
@@ -91,7 +91,7 @@ def kill_at_every_operation(
     # Nothing on disk changes at a read, so a kill there is the same as one at the operation before.
     log = read_log(Path(f"{trial}.log"))
     disturbed = log[scenario.begin_of_disturbed(log) :]
-    operations = [operation for operation in disturbed if operation.kind not in (Kind.READ, Kind.MARK)]
+    operations = [operation for operation in disturbed if operation.kind not in (OpKind.READ, OpKind.MARK)]
     # What is there before one of the others is what the one before it left.
     before = [(operation, Action.KILL_BEFORE) for operation in operations[:1]]
     after = [(operation, Action.KILL_AFTER) for operation in operations if operation.kind in KILLED_AFTER]
@@ -105,13 +105,13 @@ def kill_at_every_operation(
     print(f"{scenario.name}: killed at {len(taken)} operations; {acknowledged_count} saves had been acknowledged")
 
 
-def kill_and_check(scenario: Scenario, template: Path, runs: list[tuple[Operation, Action, Path]], lane: Lane) -> int:
+def kill_and_check(scenario: Scenario, template: Path, runs: list[tuple[DiskOp, Action, Path]], lane: Lane) -> int:
     """Returns how many of the saves had been acknowledged."""
     crashes = []
     acknowledged_count = 0
     for operation, action, folder in runs:
         label = f"{action.name} {operation}"
-        end = lane.call(save_once, scenario, folder, template, Fault(action, at=operation.number))
+        end = lane.call(save_once, scenario, folder, template, DiskFault(action, at=operation.number))
         assert end.killed_by == signal.SIGKILL, f"{label}: was not reached: {end.error}"
         crashes.append((label, folder, max(end.messages, default=None)))
         acknowledged_count += len(end.messages) > len(scenario.base)

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from child_runs import check_disks, save_again, save_and_resolve, save_once
 from fork_lanes import ForkLanes, Lane
-from op_log import Operation, read_log
+from op_log import DiskOp, read_log
 from scenarios import AFTER_STEP, CHECKPOINT, NEW_STEP, SCENARIOS, Scenario
-from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
+from shim import CHANGING_KINDS, NOTHING, Action, DiskFault, OpKind
 from templates import Templates
 from weak_disk import NEVER_READ, CutDisk, WeakDisk
 
@@ -32,19 +32,19 @@ STATES_MAX = int(os.environ.get("ASYNCCKPT_POWER_CUT_STATES", "256"))  # At one 
 STATES_OF_SECOND_SAVES_MAX = min(8, STATES_MAX)
 DISKS_PER_CHECK = 64
 # A second save passes through the same states as the first one, but for what it builds on: names, and their removal.
-TELLING_KINDS = frozenset({Kind.MKDIR, Kind.RENAME, Kind.UNLINK, Kind.RMDIR, Kind.MARK})
+TELLING_KINDS = frozenset({OpKind.MKDIR, OpKind.RENAME, OpKind.UNLINK, OpKind.RMDIR, OpKind.MARK})
 # The twin makes the same operations from Python; these are the ways in which it can write.
 CUT = list(SCENARIOS) if implementation == "native" else ["async", "blocking", "left-open", "delta"]
 
 
 def disks_after(
-    log: list[Operation],
+    log: list[DiskOp],
     scenario: Scenario,
     watched: Path,
     template: Path,
     *,
     begin: int = 0,
-    kinds: Collection[Kind] = CHANGING_KINDS | {Kind.MARK},
+    kinds: Collection[OpKind] = CHANGING_KINDS | {OpKind.MARK},
     states_max: int = STATES_MAX,
     takes_share: bool = False,
 ) -> Iterator[CutDisk]:
@@ -61,7 +61,7 @@ def disks_after(
     cut_at = {*(share_of(numbers, scenario.name, by=lambda n: log[n].kind) if takes_share else numbers)}
     for index, operation in enumerate(log):
         disk.do(operation)
-        if operation.kind is Kind.MARK:
+        if operation.kind is OpKind.MARK:
             acknowledged = operation.number
         if index not in cut_at:
             continue
@@ -88,8 +88,8 @@ def check_some(disks: list[CutDisk], folder: Path, lane: Lane) -> list[str]:
 
 
 def logged_save(
-    scenario: Scenario, fault: Fault, lanes: ForkLanes, template: Path, folder: Path
-) -> tuple[list[Operation], Path]:
+    scenario: Scenario, fault: DiskFault, lanes: ForkLanes, template: Path, folder: Path
+) -> tuple[list[DiskOp], Path]:
     lanes.run(lambda lane: lane.call(save_once, scenario, folder, template, fault))
     return read_log(Path(f"{folder}.log")), folder
 
@@ -131,33 +131,46 @@ RETENTION_IN_FULL = pytest.param("retention", STATES_MAX, marks=pytest.mark.slow
 SECOND_SAVES = [("first", STATES_MAX), ("retention", STATES_OF_SECOND_SAVES_MAX), RETENTION_IN_FULL]
 
 
+def check_second_saves(
+    name: str,
+    chosen: Callable[[list[DiskOp]], list[DiskOp]],
+    again: Callable[..., list[CutDisk]],
+    states_max: int,
+    lanes: ForkLanes,
+    templates: Templates,
+    run_folders: Iterator[Path],
+) -> None:
+    """Disturb a save at each operation that is chosen, save `again`, and cut the power at all places behind it."""
+    print(f"seed {SEED}")
+    scenario = SCENARIOS[name]
+    template = templates.of(scenario)
+    log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
+    places = chosen(log[scenario.begin_of_disturbed(log) :])
+    works = [(str(place), partial(again, scenario, place, template, next(run_folders), states_max)) for place in places]
+    disks = (disk for disks in lanes.run_all(works) for disk in disks)
+    count, wrong = check_all(disks, lanes, run_folders)
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
+    print(f"{name}: disturbed {len(places)} times, {count} different disks after power cuts")
+
+
 @pytest.mark.any_core
 @pytest.mark.parametrize(("name", "states_max"), [*SECOND_SAVES, ("compaction", STATES_MAX)])
 def test_power_cut_after_a_kill_and_another_save_leaves_every_acknowledged_checkpoint(
     name: str, states_max: int, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
 ) -> None:
     """What the killed process had not synced, the next one must sync before it relies on it."""
-    print(f"seed {SEED}")
-    scenario = SCENARIOS[name]
-    template = templates.of(scenario)
-    log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
-    disturbed = log[scenario.begin_of_disturbed(log) :]
-    kills = [o for o in disturbed if o.kind in CHANGING_KINDS and o.kind is not Kind.SYNC and not is_in_attempt(o)]
-    kills = share_of(kills, name, by=lambda kill: kill.kind)
-    works = [
-        (str(kill), partial(killed_and_saved_again, scenario, kill, template, next(run_folders), states_max))
-        for kill in kills
-    ]
-    disks = (disk for disks in lanes.run_all(works) for disk in disks)
-    count, wrong = check_all(disks, lanes, run_folders)
-    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
-    print(f"{name}: {len(kills)} kills, {count} different disks after power cuts")
+
+    def kills(disturbed: list[DiskOp]) -> list[DiskOp]:
+        found = [o for o in disturbed if o.kind in CHANGING_KINDS and o.kind is not OpKind.SYNC]
+        return share_of([o for o in found if not is_in_attempt(o)], name, by=lambda kill: kill.kind)
+
+    check_second_saves(name, kills, killed_and_saved_again, states_max, lanes, templates, run_folders)
 
 
 def killed_and_saved_again(
-    scenario: Scenario, kill: Operation, template: Path, folder: Path, states_max: int, lane: Lane
+    scenario: Scenario, kill: DiskOp, template: Path, folder: Path, states_max: int, lane: Lane
 ) -> list[CutDisk]:
-    lane.call(save_once, scenario, folder, template, Fault(Action.KILL_AFTER, at=kill.number))
+    lane.call(save_once, scenario, folder, template, DiskFault(Action.KILL_AFTER, at=kill.number))
     killed_at = len(read_log(Path(f"{folder}.log")))
     lane.messages(save_again, scenario, folder)
     log = read_log(Path(f"{folder}.log"))
@@ -173,38 +186,29 @@ def test_power_cut_after_a_failed_sync_leaves_every_acknowledged_checkpoint(
     name: str, states_max: int, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
 ) -> None:
     """A save that is acknowledged needed no sync that failed; nor does the next one, of another process."""
-    print(f"seed {SEED}")
-    scenario = SCENARIOS[name]
-    template = templates.of(scenario)
-    log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
-    disturbed = log[scenario.begin_of_disturbed(log) :]
-    syncs = share_of((operation for operation in disturbed if operation.kind is Kind.SYNC), name)
-    works = [
-        (str(sync), partial(failed_and_saved_again, scenario, sync, template, next(run_folders), states_max))
-        for sync in syncs
-    ]
-    disks = (disk for disks in lanes.run_all(works) for disk in disks)
-    count, wrong = check_all(disks, lanes, run_folders)
-    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
-    print(f"{name}: {len(syncs)} failed syncs, {count} different disks after power cuts")
+
+    def syncs(disturbed: list[DiskOp]) -> list[DiskOp]:
+        return share_of((operation for operation in disturbed if operation.kind is OpKind.SYNC), name)
+
+    check_second_saves(name, syncs, failed_and_saved_again, states_max, lanes, templates, run_folders)
 
 
 def failed_and_saved_again(
-    scenario: Scenario, sync: Operation, template: Path, folder: Path, states_max: int, lane: Lane
+    scenario: Scenario, sync: DiskOp, template: Path, folder: Path, states_max: int, lane: Lane
 ) -> list[CutDisk]:
-    lane.messages(save_and_resolve, scenario, folder, template, Fault(Action.FAIL, at=sync.number, error=errno.EIO))
-    failed_at = next(i for i, o in enumerate(read_log(Path(f"{folder}.log"))) if o.kind is Kind.SYNC and o.error)
+    lane.messages(save_and_resolve, scenario, folder, template, DiskFault(Action.FAIL, at=sync.number, error=errno.EIO))
+    failed_at = next(i for i, o in enumerate(read_log(Path(f"{folder}.log"))) if o.kind is OpKind.SYNC and o.error)
     lane.messages(save_again, scenario, folder)
     log = read_log(Path(f"{folder}.log"))
     disks = disks_after(log, scenario, folder, template, begin=failed_at, kinds=TELLING_KINDS, states_max=states_max)
     return [replace(disk, label=f"{sync} failed, {disk.label}") for disk in disks]
 
 
-def is_in_attempt(operation: Operation) -> bool:
+def is_in_attempt(operation: DiskOp) -> bool:
     return "/data/" in operation.path
 
 
-LEFT_OUT: dict[str, tuple[str, Callable[[Operation], bool]]] = {
+LEFT_OUT: dict[str, tuple[str, Callable[[DiskOp], bool]]] = {
     "the folder around": ("first", lambda sync: "checkpoint" not in sync.path),
     "the root": ("first", lambda sync: sync.name == "checkpoint"),
     "data/": ("first", lambda sync: sync.name == "data"),
@@ -224,7 +228,7 @@ def test_check_finds_a_sync_left_out(
     scenario = SCENARIOS[name]
     template = templates.of(scenario)
     log, watched = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
-    shorter = [operation for operation in log if operation.kind is not Kind.SYNC or not is_left_out(operation)]
+    shorter = [operation for operation in log if operation.kind is not OpKind.SYNC or not is_left_out(operation)]
     assert len(shorter) < len(log), "the save has no such sync"
     _, wrong = check_all(disks_after(shorter, scenario, watched, template), lanes, run_folders)
     assert wrong, f"nobody misses the sync of {what}"
@@ -237,8 +241,8 @@ def test_check_finds_a_sync_left_out_between_removing_manifests_and_data(
     scenario = SCENARIOS["retention"]
     template = templates.of(scenario)
     log, watched = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
-    removed_at = max(i for i, o in enumerate(log) if o.kind is Kind.UNLINK and o.name.endswith(".json"))
-    sync_at = next(i for i, o in enumerate(log) if i > removed_at and o.kind is Kind.SYNC and o.name == "manifests")
+    removed_at = max(i for i, o in enumerate(log) if o.kind is OpKind.UNLINK and o.name.endswith(".json"))
+    sync_at = next(i for i, o in enumerate(log) if i > removed_at and o.kind is OpKind.SYNC and o.name == "manifests")
     del log[sync_at]
     _, wrong = check_all(disks_after(log, scenario, watched, template), lanes, run_folders)
     assert wrong, "nobody misses the sync of manifests/"

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from op_log import Operation
-from shim import Kind
+from op_log import DiskOp
+from shim import OpKind
 
 Tree = dict[str, "bytes | None"]  # Path below the watched folder -> content; None is a folder.
 NEVER_READ = "LOCK"  # Its bytes are for people.
@@ -87,13 +87,13 @@ class WeakDisk:
         self._watched = str(watched)
         self._root = _read(before)
 
-    def do(self, operation: Operation) -> None:
+    def do(self, operation: DiskOp) -> None:
         """Follow one logged operation."""
         if operation.was_done:
             follow = _FOLLOWERS.get(operation.kind)
             if follow is not None:
                 follow(self, operation)
-        elif operation.kind is Kind.SYNC and operation.error:
+        elif operation.kind is OpKind.SYNC and operation.error:
             node = self._find(operation.path)
             if isinstance(node, _File):
                 node.is_poisoned = True
@@ -133,38 +133,38 @@ class WeakDisk:
         assert path.startswith(self._watched), path
         return [part for part in path[len(self._watched) :].split("/") if part]
 
-    def _make_file(self, operation: Operation) -> None:
+    def _make_file(self, operation: DiskOp) -> None:
         folder, name = self._folder_of(operation.path)
         if name not in folder.live:
             folder.change({name: _File()})
 
-    def _make_folder(self, operation: Operation) -> None:
+    def _make_folder(self, operation: DiskOp) -> None:
         folder, name = self._folder_of(operation.path)
         folder.change({name: _Folder()})
 
-    def _write(self, operation: Operation) -> None:
+    def _write(self, operation: DiskOp) -> None:
         file = self._file(operation)
         end = operation.offset + len(operation.data)
         old = file.live.ljust(operation.offset, b"\0")
         file.live = old[: operation.offset] + operation.data + old[end:]
 
-    def _truncate(self, operation: Operation) -> None:
+    def _truncate(self, operation: DiskOp) -> None:
         file = self._file(operation)
         file.live = file.live[: operation.size].ljust(operation.size, b"\0")
 
-    def _allocate(self, operation: Operation) -> None:
+    def _allocate(self, operation: DiskOp) -> None:
         file = self._file(operation)
         file.live = file.live.ljust(operation.offset + operation.size, b"\0")
 
-    def _file(self, operation: Operation) -> _File:
+    def _file(self, operation: DiskOp) -> _File:
         file = self._find(operation.path)
         assert isinstance(file, _File)
         return file
 
-    def _sync(self, operation: Operation) -> None:
+    def _sync(self, operation: DiskOp) -> None:
         self._find(operation.path).sync()
 
-    def _rename(self, operation: Operation) -> None:
+    def _rename(self, operation: DiskOp) -> None:
         source, name = self._folder_of(operation.path)
         target, new_name = self._folder_of(operation.target)
         node = source.live[name]
@@ -174,11 +174,11 @@ class WeakDisk:
             source.change({name: None})
             target.change({new_name: node})
 
-    def _link(self, operation: Operation) -> None:
+    def _link(self, operation: DiskOp) -> None:
         target, new_name = self._folder_of(operation.target)
         target.change({new_name: self._find(operation.path)})
 
-    def _remove(self, operation: Operation) -> None:
+    def _remove(self, operation: DiskOp) -> None:
         folder, name = self._folder_of(operation.path)
         folder.change({name: None})
 
@@ -206,17 +206,17 @@ class WeakDisk:
         return folders, files
 
 
-_FOLLOWERS: dict[Kind, Callable[[WeakDisk, Operation], None]] = {
-    Kind.CREATE: WeakDisk._make_file,
-    Kind.MKDIR: WeakDisk._make_folder,
-    Kind.WRITE: WeakDisk._write,
-    Kind.TRUNCATE: WeakDisk._truncate,
-    Kind.ALLOCATE: WeakDisk._allocate,
-    Kind.SYNC: WeakDisk._sync,
-    Kind.RENAME: WeakDisk._rename,
-    Kind.LINK: WeakDisk._link,
-    Kind.UNLINK: WeakDisk._remove,
-    Kind.RMDIR: WeakDisk._remove,
+_FOLLOWERS: dict[OpKind, Callable[[WeakDisk, DiskOp], None]] = {
+    OpKind.CREATE: WeakDisk._make_file,
+    OpKind.MKDIR: WeakDisk._make_folder,
+    OpKind.WRITE: WeakDisk._write,
+    OpKind.TRUNCATE: WeakDisk._truncate,
+    OpKind.ALLOCATE: WeakDisk._allocate,
+    OpKind.SYNC: WeakDisk._sync,
+    OpKind.RENAME: WeakDisk._rename,
+    OpKind.LINK: WeakDisk._link,
+    OpKind.UNLINK: WeakDisk._remove,
+    OpKind.RMDIR: WeakDisk._remove,
 }
 
 

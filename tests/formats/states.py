@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.worlds.bits import raw_of
+
 
 def tree_state() -> dict[str, Any]:
     """Keys that are no text, tuples, lists, ties, views, odd shapes and dtypes, and an optimizer's state."""
@@ -34,7 +36,7 @@ def same(found: Any, expected: Any) -> bool:
         return (
             isinstance(found, torch.Tensor)
             and (found.dtype, found.shape) == (expected.dtype, expected.shape)
-            and raw(found) == raw(expected)
+            and raw_of(found) == raw_of(expected)
         )
     if type(found) is not type(expected):
         return False
@@ -44,7 +46,3 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(same, found, expected))
     return bool(found == expected)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

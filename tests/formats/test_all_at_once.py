@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ import torch
 import asyncckpt
 import asyncckpt.dcp
 from asyncckpt.commit.new_entry import NewEntry
-from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
+from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.formats import hf, parquet, recsdk, torch_file
+from tests.worlds.failing_calls import fail_in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:(tables|tensors) .* are left out")
 
@@ -47,31 +46,8 @@ def left_beside(run: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", EXPORTS)
 @pytest.mark.parametrize("call", ["open", "mkdir", "fsync", "ftruncate"])
-def test_a_failing_operation_leaves_nothing(
-    kind: str, call: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each call of a kind fails in turn, until there is none left to fail."""
-    for failing in range(200):
-        count, real = iter(range(1000)), getattr(os, call)
-
-        def fail(*arguments: Any, _real: Any = real, _at: int = failing, _count: Any = count, **more: Any) -> Any:
-            if str(arguments[0]).startswith("/proc") or next(_count) != _at:
-                return _real(*arguments, **more)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        with monkeypatch.context() as patched:
-            patched.setattr(os, call, fail)
-            try:
-                EXPORTS[kind](run, tmp_path / "out")
-            except CheckpointError as raised:
-                error = raised
-            else:
-                break
-        if left_beside(run):  # Only the last sync comes behind the rename.
-            assert (call, left_beside(run), type(error)) == ("fsync", ["out"], IndeterminateError)
-            assert error.resolve()
-            break
-    assert left_beside(run) == ["out"]
+def test_a_failing_operation_leaves_nothing(kind: str, call: str, run: Path, tmp_path: Path) -> None:
+    failing = fail_in_turn(call, lambda: EXPORTS[kind](run, tmp_path / "out"), tmp_path / "out", run)
     never = {("torch", "mkdir"), ("torch", "ftruncate"), ("dcp", "ftruncate"), ("parquet", "ftruncate")}
     assert failing > 0 or (kind, call) in never
 

@@ -21,6 +21,7 @@ from asyncckpt.model.table import Role
 from asyncckpt.plan import image
 from tests.formats.states import same
 from tests.program import invoke
+from tests.worlds.directories import stored_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -44,13 +45,6 @@ def table(name: str = "user", *, rows: int = 500, dim: int = 4, first: int = -10
     }
     made.insert(ids, torch.randn(rows, dim, generator=generator), **columns)
     return made
-
-
-def loaded(path: Path, name: str = "user") -> dict[str, torch.Tensor]:
-    """The rows of a table in the order of their ids."""
-    found = asyncckpt.load(path, tables=True)[name]
-    order = found["id"].argsort()
-    return {column: values[order] for column, values in found.items()}
 
 
 def roles(path: Path) -> dict[str, str]:
@@ -89,7 +83,7 @@ def test_a_table_goes_out_as_columns(tmp_path: Path) -> None:
     assert kinds["embedding"] == ("fixed_size_list<element: float not null>[4]", False)
     assert kinds["narrow"] == kinds["embedding"]
     assert kinds["flag"] == ("bool", False)
-    expected = loaded(tmp_path / "run")
+    expected = stored_rows(tmp_path / "run")
     found = columns_of(tmp_path / "out" / "user.parquet")
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -109,7 +103,7 @@ def test_it_comes_back_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     result = parquet.import_checkpoint(tmp_path / "out", tmp_path / "back", step=9)
     assert (result.step, result.rows_count) == (9, 533)
     for name in tables:
-        assert same(loaded(tmp_path / "back", name), loaded(tmp_path / "run", name)), name
+        assert same(stored_rows(tmp_path / "back", name), stored_rows(tmp_path / "run", name)), name
     assert roles(tmp_path / "back") == roles(tmp_path / "run")
     target = table(rows=1)
     asyncckpt.Loader(tmp_path / "back", hashtables={"user": target}).load()
@@ -137,7 +131,7 @@ def test_deltas_are_folded_and_ranks_merged(tmp_path: Path) -> None:
         saver.save(2, kind="delta")
     parquet.export_checkpoint(tmp_path / "chain", tmp_path / "folded")
     with pytest.warns(RuntimeWarning, match="only a part of table 'user': shard 0 of 2"):
-        found, expected = columns_of(tmp_path / "folded" / "user.parquet"), loaded(tmp_path / "chain")
+        found, expected = columns_of(tmp_path / "folded" / "user.parquet"), stored_rows(tmp_path / "chain")
     assert {name: values.tolist() for name, values in found.items()} == {n: v.tolist() for n, v in expected.items()}
 
 
@@ -160,11 +154,11 @@ def test_parts_of_other_programs_come_in(below: str, tmp_path: Path) -> None:
     names = ("--column", "user_id=id", "--column", "vector=embedding")
     done = invoke("import", "parquet", tmp_path / "in", tmp_path / "run", *names)
     assert done.stdout.startswith("imported step 0: 2 tables of 31 rows, 0 tensors, 4 shards, "), done.output
-    found = loaded(tmp_path / "run")
+    found = stored_rows(tmp_path / "run")
     assert found["id"].tolist() == list(range(30))
     assert (found["embedding"].dtype, found["embedding"][29].tolist()) == (torch.float32, [29.0, 1.0, 2.0])
     assert found["clicks"].dtype is torch.int32
-    assert loaded(tmp_path / "run", "item")["embedding"].dtype is torch.float64
+    assert stored_rows(tmp_path / "run", "item")["embedding"].dtype is torch.float64
     assert roles(tmp_path / "run") == {
         **{"user@id": "id", "user@embedding": "weight", "user@clicks": "metadata"},
         **{"item@id": "id", "item@embedding": "weight"},
@@ -177,8 +171,8 @@ def test_one_file_and_one_folder_are_tables_of_their_names(tmp_path: Path) -> No
     parquet.import_checkpoint(tmp_path / "out" / "user.parquet", tmp_path / "one")
     spark(tmp_path / "many.parquet")
     parquet.import_checkpoint(tmp_path / "many.parquet", tmp_path / "two", columns={"user_id": "id"})
-    assert same(loaded(tmp_path / "one"), loaded(tmp_path / "run"))
-    assert len(loaded(tmp_path / "two", "many")["id"]) == 30
+    assert same(stored_rows(tmp_path / "one"), stored_rows(tmp_path / "run"))
+    assert len(stored_rows(tmp_path / "two", "many")["id"]) == 30
 
 
 @pytest.mark.parametrize("dtype", WIDENED)
@@ -220,7 +214,7 @@ def test_parts_without_rows_and_other_orders_of_columns_come_in(empty: int, tmp_
         pq.write_table(pa.table(columns), folder / f"part{number}.parquet")
     done = invoke("import", "parquet", tmp_path / "in", tmp_path / "run")
     assert done.exit_code == 0, done.output
-    assert len(loaded(tmp_path / "run")["id"]) == 4
+    assert len(stored_rows(tmp_path / "run")["id"]) == 4
 
 
 def test_dry_runs_say_the_same_and_make_nothing(tmp_path: Path) -> None:

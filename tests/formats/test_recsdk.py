@@ -17,25 +17,19 @@ import asyncckpt
 from asyncckpt.embcache import PathRules, Saver
 from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError, UsageError
 from asyncckpt.formats import recsdk
-from tests.embcache.models import Net, image
-from tests.embcache.recsdk_writer import Rows, write_merged, write_ranks
+from tests.embcache.models import CachedNet, image
+from tests.embcache.recsdk_writer import RecsdkRows, write_merged, write_ranks
 from tests.program import invoke
+from tests.worlds.directories import flip_byte, stored_rows
 
 ANYWHERE = PathRules(permission_max=0o777, sensitive_words=(), owner_checked=False)
 
 
-def rows_of(seed: int = 0, **more: Any) -> Rows:
-    return Rows.random(seed, momenta=2, counts=True, seen=True, **more)
+def rows_of(seed: int = 0, **more: Any) -> RecsdkRows:
+    return RecsdkRows.random(seed, momenta=2, counts=True, seen=True, **more)
 
 
-def loaded(path: Path, name: str) -> dict[str, torch.Tensor]:
-    """The rows of a table in the order of their ids."""
-    found = asyncckpt.load(path, tables=True)[name]
-    order = found["id"].argsort()
-    return {column: values[order] for column, values in found.items()}
-
-
-def check_table(found: dict[str, torch.Tensor], rows: Rows) -> None:
+def check_table(found: dict[str, torch.Tensor], rows: RecsdkRows) -> None:
     order = np.argsort(rows.ids)
     assert rows.counts is not None
     assert rows.seen is not None
@@ -52,7 +46,7 @@ def check_table(found: dict[str, torch.Tensor], rows: Rows) -> None:
         assert np.array_equal(found[column].numpy(), values[order]), column
 
 
-def read_part(folder: Path) -> Rows:
+def read_part(folder: Path) -> RecsdkRows:
     """Read the folders of one rank by RecSDK's rules."""
     assert {path.name for path in folder.iterdir()} >= {"key", "embedding"}
 
@@ -67,7 +61,7 @@ def read_part(folder: Path) -> Rows:
     seen = folder / "evict_timestamp"
     names = sorted(path.name for path in folder.iterdir() if path.name.startswith("momentum"))
     assert names == [f"momentum{number + 1}" for number in range(len(names))]
-    return Rows(
+    return RecsdkRows(
         ids=array("key", "<i8"),
         embedding=array("embedding", "<f4"),
         momenta=tuple(array(name, "<f4") for name in names),
@@ -100,7 +94,7 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, form: str) -> None:
     assert (done.step, done.rows_count) == (7, len(user.ids) + len(item.ids))
     for name, rows in tables.items():
         if len(rows.ids):
-            check_table(loaded(tmp_path / "run", name), rows)
+            check_table(stored_rows(tmp_path / "run", name), rows)
     for shards in (None, 1, 4):
         out = tmp_path / f"out-{shards}"
         report = recsdk.export_checkpoint(tmp_path / "run", out, shards=shards)
@@ -116,10 +110,10 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, form: str) -> None:
                 assert all(id % 2**64 % len(parts) == rank for id in part.ids.tolist())
             check_same(parts, rows)
         recsdk.import_checkpoint(out, tmp_path / f"again-{shards}", columns=COLUMNS)
-        check_table(loaded(tmp_path / f"again-{shards}", "user"), user)
+        check_table(stored_rows(tmp_path / f"again-{shards}", "user"), user)
 
 
-def check_same(parts: list[Rows], rows: Rows) -> None:
+def check_same(parts: list[RecsdkRows], rows: RecsdkRows) -> None:
     ids = np.concatenate([part.ids for part in parts])
     order, wanted = np.argsort(ids), np.argsort(rows.ids)
     assert np.array_equal(ids[order], rows.ids[wanted])
@@ -131,12 +125,12 @@ def check_same(parts: list[Rows], rows: Rows) -> None:
 
 
 def test_tables_of_a_model_go_there_and_load_from_there(tmp_path: Path) -> None:
-    net = Net().trained(range(8))
+    net = CachedNet().trained(range(8))
     with Saver(rank=0, path_rules=ANYWHERE) as saver:
         saver.save(net, tmp_path / "run")
         for shards in (None, 2):
             recsdk.export_checkpoint(tmp_path / "run", tmp_path / f"out-{shards}", shards=shards)
-            other = Net()
+            other = CachedNet()
             report = saver.load(other, tmp_path / f"out-{shards}")
             assert report.layout == ("recsdk merged" if shards is None else "recsdk ranks")
             assert image(other) == image(net)
@@ -200,9 +194,7 @@ def test_a_name_that_is_taken_and_damage_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match="already exists"):
         recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out")
     [shard] = (tmp_path / "run" / "data").glob("*/*.safetensors")
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard)
     with pytest.raises(CorruptError, match="does not match its digest"):
         recsdk.export_checkpoint(tmp_path / "run", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

@@ -21,6 +21,7 @@ from asyncckpt.formats import hf, parquet, recis, recsdk
 from asyncckpt.formats.block_format import BlockFormat
 from asyncckpt.formats.conversion import Conversion
 from asyncckpt.shard.files import ShardTarget
+from tests.worlds.directories import flip_byte
 
 CHUNK = 1 << 16
 KILLS = 3
@@ -180,9 +181,7 @@ def test_what_is_damaged_or_of_another_source_is_written_anew(run: Path, tmp_pat
         [left] = target.parent.iterdir()
         notes, [file] = left / ".written", left.glob("model-00001-*")
         if damage == "bytes":
-            raw = bytearray(file.read_bytes())
-            raw[70_000] ^= 1
-            file.write_bytes(raw)
+            flip_byte(file, 70_000)
         elif damage == "notes":
             notes.write_bytes(notes.read_bytes().replace(b"[", b"{"))
         elif damage == "torn":

@@ -32,7 +32,7 @@ def load() -> CudaLibrary:
     return load_cuda_library(cuda_on_cpu_library())
 
 
-class World:
+class Memory:
     """Memory of the device and pinned memory of the host, and the library with a stream."""
 
     def __init__(self, seed: int) -> None:
@@ -65,7 +65,7 @@ class World:
         return found
 
 
-def copy_long(world: World, *, bytes: int = 300_007) -> None:
+def copy_long(world: Memory, *, bytes: int = 300_007) -> None:
     """Segments by the copy engine, in every direction."""
     values = world.bytes(bytes)
     host, back = world.put(values, on_host=True), world.guarded(bytes, on_host=True)
@@ -76,7 +76,7 @@ def copy_long(world: World, *, bytes: int = 300_007) -> None:
     assert np.array_equal(world.read(back), values)
 
 
-def copy_batch(world: World, *, count: int = 300, to_host: bool = False, device_table: bool = False) -> None:
+def copy_batch(world: Memory, *, count: int = 300, to_host: bool = False, device_table: bool = False) -> None:
     """Many segments of any size and alignment in one launch; nothing beside them is written."""
     sizes = world.random.integers(0, 700, count)
     few = sizes[:: max(1, count // 5)]
@@ -101,7 +101,7 @@ def copy_batch(world: World, *, count: int = 300, to_host: bool = False, device_
 
 
 def copy_rows(
-    world: World, *, row_bytes: int = 512, rows: int = 500, count: int = 200, by: str = "both", to_host: bool = False
+    world: Memory, *, row_bytes: int = 512, rows: int = 500, count: int = 200, by: str = "both", to_host: bool = False
 ) -> None:
     """Rows of two columns by index, one of them at an odd address."""
     widths = (row_bytes, 3)
@@ -131,7 +131,7 @@ def copy_rows(
         assert np.array_equal(world.read(target), expected)
 
 
-def copy_marked_rows(world: World, *, row_bytes: int = 48, to_host: bool = False) -> None:
+def copy_marked_rows(world: Memory, *, row_bytes: int = 48, to_host: bool = False) -> None:
     """Rows whose mark is above a bound."""
     rows, above = 600, 7
     values, marks = world.bytes(rows * row_bytes), world.random.integers(0, 16, rows, dtype=np.uint8)
@@ -144,7 +144,7 @@ def copy_marked_rows(world: World, *, row_bytes: int = 48, to_host: bool = False
     assert np.array_equal(world.read(target), expected.reshape(-1))
 
 
-def fingerprints(world: World, *, widths: tuple[int, ...] = (8, 3, 64, 130, 250, 1030)) -> None:
+def fingerprints(world: Memory, *, widths: tuple[int, ...] = (8, 3, 64, 130, 250, 1030)) -> None:
     """The prints of rows are those of the host."""
     rows = 90
     values = [world.bytes(rows * width) for width in widths]
@@ -156,7 +156,7 @@ def fingerprints(world: World, *, widths: tuple[int, ...] = (8, 3, 64, 130, 250,
     assert np.array_equal(world.read(prints).view(np.uint64), core.fingerprints(on_host, rows))
 
 
-def registered_memory(world: World) -> None:
+def registered_memory(world: Memory) -> None:
     """Kernels write to host memory that is registered, at its own address."""
     with_pages = core.map_memory(2 << 20)
     view = with_pages.view()
@@ -177,7 +177,7 @@ def registered_memory(world: World) -> None:
         with_pages.close()
 
 
-def nothing(world: World) -> None:
+def nothing(world: Memory) -> None:
     """Calls of no work are no calls."""
     none = np.empty((0, 3), dtype=np.uint64)
     table = world.guarded(max(8, world.library.batch_table_bytes(0)), on_host=True)
@@ -187,7 +187,7 @@ def nothing(world: World) -> None:
     synchronize()
 
 
-CALLS: tuple[Callable[[World], None], ...] = (
+CALLS: tuple[Callable[[Memory], None], ...] = (
     copy_long,
     copy_batch,
     lambda world: copy_batch(world, to_host=True),
@@ -203,7 +203,7 @@ CALLS: tuple[Callable[[World], None], ...] = (
 
 def main() -> None:
     for seed, call in enumerate(CALLS):
-        call(World(seed))
+        call(Memory(seed))
     print(f"{len(CALLS)} calls made")
 
 

@@ -9,13 +9,14 @@ import torch
 
 import asyncckpt
 from tests.gpu.device import DEVICE
+from tests.worlds.bits import bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.int16)
 LARGE_FLOATS = 3 << 20  # 12 MiB: long enough on its way to the host for a change to overtake it.
 MIDDLING_FLOATS = 100_000  # More than what goes in batches (devices/contract.py).
 
 
-class State:
+class CountingState:
     """Tensors that all count steps: `advance` adds one to each, on the current stream."""
 
     def __init__(self, seed: int, *, small_count: int = 120, device: str = DEVICE) -> None:
@@ -62,13 +63,6 @@ def views(live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         "conjugated": live["complex"].conj(),
         "imaginary": live["complex"].conj().imag,
     }
-
-
-def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """A tensor of any device by its values."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return str(plain.dtype), tuple(plain.shape), raw
 
 
 def blank(tensors: Mapping[str, torch.Tensor], device: str = DEVICE) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 import asyncckpt
 from tests.gpu.device import DEVICE, current_stream, is_busy, keep_busy
-from tests.gpu.state import State, blank, differences
+from tests.gpu.state import CountingState, blank, differences
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -37,7 +37,7 @@ def assert_loads(path: Path, expected: dict[str, torch.Tensor]) -> None:
     "limits", [{}, {"host_memory_limit": 0}, {"device": asyncckpt.DeviceOptions(pinned_memory_limit=0)}], ids=str
 )
 def test_a_save_follows_what_is_queued(tmp_path: Path, limits: dict[str, int]) -> None:
-    state = State(1)
+    state = CountingState(1)
     keep_busy()
     state.advance()
     dcp.save(state.tensors, storage_writer=own.StorageWriter(tmp_path, **limits))
@@ -51,7 +51,7 @@ def test_a_save_follows_what_is_queued(tmp_path: Path, limits: dict[str, int]) -
 @pytest.mark.parametrize("apart", [False, True])
 def test_async_save_keeps_what_was_there_at_the_call(tmp_path: Path, limits: dict[str, int], apart: bool) -> None:
     """The writer stages by itself, or a stager of its own does."""
-    state = State(2)
+    state = CountingState(2)
     stager = {"async_stager": own.AsyncStager(**limits)} if apart else {}
     writer = own.StorageWriter(tmp_path, **({} if apart else limits))
     keep_busy()
@@ -65,7 +65,7 @@ def test_async_save_keeps_what_was_there_at_the_call(tmp_path: Path, limits: dic
 @pytest.mark.skipif(not HAS_ASYNC_STAGING, reason="this version of DCP has no asynchronous staging")
 @pytest.mark.parametrize("scratch", [0, 1 << 30])
 def test_asynchronous_staging_does_not_wait_for_the_device(tmp_path: Path, scratch: int) -> None:
-    state = State(3)
+    state = CountingState(3)
     stager = own.AsyncStager(use_async_staging=True, device=asyncckpt.DeviceOptions(scratch_bytes=scratch))
     steps = {}
     for step in range(3):
@@ -89,7 +89,7 @@ def test_asynchronous_staging_does_not_wait_for_the_device(tmp_path: Path, scrat
 
 
 def test_our_stager_with_the_writer_of_dcp(tmp_path: Path) -> None:
-    state = State(4)
+    state = CountingState(4)
     keep_busy()
     state.advance()
     saved = dcp.async_save(state.tensors, checkpoint_id=tmp_path, async_stager=own.AsyncStager())

@@ -9,7 +9,7 @@ import torch
 
 import asyncckpt
 from tests.gpu.device import IS_CUDA, keep_busy
-from tests.gpu.state import State, blank, differences
+from tests.gpu.state import CountingState, blank, differences
 
 WAIT_S = 120
 COUNT = torch.cuda.device_count() if IS_CUDA and torch.cuda.is_available() else 1
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def advance(state: State, device: int) -> None:
+def advance(state: CountingState, device: int) -> None:
     with torch.cuda.device(device):
         keep_busy()
         state.advance()
@@ -28,8 +28,8 @@ def advance(state: State, device: int) -> None:
 @pytest.mark.parametrize("scratch", [0, 1 << 30])
 @pytest.mark.parametrize("current", [0, 1])
 def test_one_state_on_two_devices_and_the_host(tmp_path: Path, scratch: int, current: int) -> None:
-    states = [State(seed, device=device) for seed, device in enumerate(("cuda:0", "cuda:1"))]
-    host = State(2, device="cpu")
+    states = [CountingState(seed, device=device) for seed, device in enumerate(("cuda:0", "cuda:1"))]
+    host = CountingState(2, device="cpu")
     tensors = {"zero": states[0].tensors, "one": states[1].tensors, "host": host.tensors}
     with (
         torch.cuda.device(current),
@@ -58,7 +58,7 @@ def test_one_state_on_two_devices_and_the_host(tmp_path: Path, scratch: int, cur
 
 
 def test_a_state_on_a_device_that_is_not_current(tmp_path: Path) -> None:
-    state = State(3, device="cuda:1")
+    state = CountingState(3, device="cuda:1")
     with torch.cuda.device(0), asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         advance(state, 1)
         future = saver.save_async(1)
@@ -73,7 +73,7 @@ def test_a_state_on_a_device_that_is_not_current(tmp_path: Path) -> None:
 
 def test_streams_of_other_devices_wait_by_fence(tmp_path: Path) -> None:
     """One that writes to the state from another device, as a copy from peer to peer does."""
-    state = State(4, device="cuda:0")
+    state = CountingState(4, device="cuda:0")
     stream = torch.cuda.Stream("cuda:1")
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         advance(state, 0)

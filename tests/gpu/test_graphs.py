@@ -9,13 +9,13 @@ import torch
 
 import asyncckpt
 from tests.gpu.device import DEVICE, keep_busy
-from tests.gpu.state import State, assert_holds, differences
+from tests.gpu.state import CountingState, assert_holds, differences
 
 pytestmark = pytest.mark.cuda_only
 WAIT_S = 120
 
 
-def captured(state: State) -> torch.cuda.CUDAGraph:
+def captured(state: CountingState) -> torch.cuda.CUDAGraph:
     """A graph of one `advance`, as torch's documentation makes one: warmed up on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -31,7 +31,7 @@ def captured(state: State) -> torch.cuda.CUDAGraph:
 
 @pytest.mark.parametrize("scratch", [0, 1 << 30])
 def test_saves_between_replays_are_exact(tmp_path: Path, scratch: int) -> None:
-    state, steps = State(1), {}
+    state, steps = CountingState(1), {}
     graph = captured(state)
     with asyncckpt.Saver(
         path=tmp_path,
@@ -57,7 +57,7 @@ def test_saves_between_replays_are_exact(tmp_path: Path, scratch: int) -> None:
 
 def test_a_save_inside_a_capture_is_refused(tmp_path: Path) -> None:
     """Nothing of it gets into the graph, which goes on."""
-    state = State(2)
+    state = CountingState(2)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         saver.save_async(1).result(WAIT_S)
         graph = torch.cuda.CUDAGraph()
@@ -75,7 +75,7 @@ def test_a_save_inside_a_capture_is_refused(tmp_path: Path) -> None:
 
 def test_a_save_in_the_background_does_not_disturb_a_capture(tmp_path: Path) -> None:
     """As for other work of other threads, a capture has to allow it: capture_error_mode="thread_local"."""
-    state, other = State(3), torch.zeros(1000, device=DEVICE)
+    state, other = CountingState(3), torch.zeros(1000, device=DEVICE)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         saver.save_async(0).result(WAIT_S)
         keep_busy()
@@ -92,7 +92,7 @@ def test_a_save_in_the_background_does_not_disturb_a_capture(tmp_path: Path) -> 
 
 def test_a_load_between_replays(tmp_path: Path) -> None:
     """Targets keep their addresses, so the graph goes on with what was loaded."""
-    state = State(4)
+    state = CountingState(4)
     graph = captured(state)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         saver.save_async(1).result(WAIT_S)

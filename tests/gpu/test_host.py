@@ -14,7 +14,7 @@ import torch
 
 import asyncckpt
 from tests.gpu.device import DEVICE, LONG_CYCLES, current_stream, is_busy, keep_busy, synchronize
-from tests.gpu.state import State, assert_holds
+from tests.gpu.state import CountingState, assert_holds
 
 WAIT_S = 120
 VERY_LONG = 5 * LONG_CYCLES
@@ -23,7 +23,7 @@ SCRATCH = [0, 1 << 20, 1 << 30]
 
 @pytest.mark.parametrize("scratch", SCRATCH)
 def test_the_call_returns_before_the_device_has_come_to_the_copies(tmp_path: Path, scratch: int) -> None:
-    state = State(1)
+    state = CountingState(1)
     with asyncckpt.Saver(
         path=tmp_path, tensors=state.tensors, device=asyncckpt.DeviceOptions(scratch_bytes=scratch)
     ) as saver:
@@ -57,7 +57,7 @@ def test_ten_thousand_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.cuda_only
 def test_wait_staged_is_over_only_when_the_copies_are(tmp_path: Path) -> None:
-    state = State(2)
+    state = CountingState(2)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         saver.save_async(0).result(WAIT_S)
         keep_busy(VERY_LONG)

@@ -15,54 +15,54 @@ SEEDS = range(3)
 
 
 @pytest.fixture(params=SEEDS)
-def world(request: pytest.FixtureRequest) -> calls.World:
-    return calls.World(request.param)
+def world(request: pytest.FixtureRequest) -> calls.Memory:
+    return calls.Memory(request.param)
 
 
 @pytest.mark.parametrize("bytes", [1, 4096, 5_000_001])
-def test_long_segments(world: calls.World, bytes: int) -> None:
+def test_long_segments(world: calls.Memory, bytes: int) -> None:
     calls.copy_long(world, bytes=bytes)
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 12_000])
 @pytest.mark.parametrize(("to_host", "device_table"), [(False, False), (True, False), (True, True)])
-def test_batches(world: calls.World, count: int, to_host: bool, device_table: bool) -> None:
+def test_batches(world: calls.Memory, count: int, to_host: bool, device_table: bool) -> None:
     calls.copy_batch(world, count=count, to_host=to_host, device_table=device_table)
 
 
 @pytest.mark.parametrize("row_bytes", calls.ROW_BYTES)
 @pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize("by", ["both", "source", "target"])
-def test_rows(world: calls.World, row_bytes: int, to_host: bool, by: str) -> None:
+def test_rows(world: calls.Memory, row_bytes: int, to_host: bool, by: str) -> None:
     calls.copy_rows(world, row_bytes=row_bytes, to_host=to_host, by=by)
 
 
-def test_many_rows(world: calls.World) -> None:
+def test_many_rows(world: calls.Memory) -> None:
     calls.copy_rows(world, row_bytes=128, rows=200_000, count=150_000)
 
 
 @pytest.mark.parametrize("row_bytes", [4, 48, 512, 515])
 @pytest.mark.parametrize("to_host", [False, True])
-def test_marked_rows(world: calls.World, row_bytes: int, to_host: bool) -> None:
+def test_marked_rows(world: calls.Memory, row_bytes: int, to_host: bool) -> None:
     calls.copy_marked_rows(world, row_bytes=row_bytes, to_host=to_host)
 
 
 def test_prints_of_rows_of_every_width_are_those_of_the_host() -> None:
     for begin in range(1, 300, 23):
-        calls.fingerprints(calls.World(begin), widths=tuple(range(begin, begin + 23)))
+        calls.fingerprints(calls.Memory(begin), widths=tuple(range(begin, begin + 23)))
 
 
-def test_registered_memory(world: calls.World) -> None:
+def test_registered_memory(world: calls.Memory) -> None:
     calls.registered_memory(world)
 
 
-def test_no_work(world: calls.World) -> None:
+def test_no_work(world: calls.Memory) -> None:
     calls.nothing(world)
 
 
 def test_the_library_is_used_here() -> None:
     """Not passed over for torch's operations."""
-    world = calls.World(0)
+    world = calls.Memory(0)
     world.library.check_usable(world.device)
     found = runtime()
     if found is not None:
@@ -70,13 +70,13 @@ def test_the_library_is_used_here() -> None:
 
 
 def test_a_device_that_is_not_there_is_a_failure() -> None:
-    world = calls.World(0)
+    world = calls.Memory(0)
     with pytest.raises(DeviceFailure):
         world.library.check_usable(1000)
 
 
 def test_calls_do_not_wait_for_the_device() -> None:
-    world, stream = calls.World(0), new_stream()
+    world, stream = calls.Memory(0), new_stream()
     source, target = world.put(world.bytes(100_000)), world.guarded(100_000, on_host=True)
     rows = world.put(np.arange(50, dtype=np.int64))
     table = world.guarded(world.library.batch_table_bytes(1), on_host=True)
@@ -92,7 +92,7 @@ def test_calls_do_not_wait_for_the_device() -> None:
     assert np.array_equal(world.read(target), world.read(source))
 
 
-def test_the_current_device_stays(world: calls.World) -> None:
+def test_the_current_device_stays(world: calls.Memory) -> None:
     before = torch.cuda.current_device() if DEVICE.startswith("cuda") else 0
     calls.copy_batch(world)
     assert (torch.cuda.current_device() if DEVICE.startswith("cuda") else 0) == before

@@ -12,7 +12,8 @@ import asyncckpt
 from asyncckpt.staging.pool import pool
 from asyncckpt.trainer_state import RngState
 from tests.gpu.device import DEVICE, keep_busy
-from tests.gpu.state import State, assert_holds, bits, blank, differences
+from tests.gpu.state import CountingState, assert_holds, blank, differences
+from tests.worlds.bits import bits
 
 WAIT_S = 120
 
@@ -81,7 +82,7 @@ def test_targets_of_other_strides_are_filled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_load_follows_what_is_queued_for_its_targets(tmp_path: Path, verify: bool) -> None:
     """What the trainer has queued before the load does not write over what is loaded."""
-    state = State(1)
+    state = CountingState(1)
     save(tmp_path, state.tensors)
     found = blank(state.expected())
     keep_busy()
@@ -125,7 +126,7 @@ def test_a_model_and_its_optimizer(tmp_path: Path) -> None:
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_no_more_is_pinned_than_the_limit(tmp_path: Path, share: float, fresh_pool: None) -> None:
-    state = State(2)
+    state = CountingState(2)
     size = sum(tensor.nbytes for tensor in state.tensors.values())
     limit = int(share * size) + (8 << 20 if share == 1.0 else 0)
     save(tmp_path, state.tensors, device=asyncckpt.DeviceOptions(pinned_memory_limit=limit))
@@ -137,7 +138,7 @@ def test_no_more_is_pinned_than_the_limit(tmp_path: Path, share: float, fresh_po
 
 @pytest.mark.cuda_only
 def test_memory_is_pinned_once(tmp_path: Path, fresh_pool: None) -> None:
-    state = State(3)
+    state = CountingState(3)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         saver.save_async(1).result(WAIT_S)
         pinned = [arena.pinned for arena in pool._arenas]
@@ -148,7 +149,7 @@ def test_memory_is_pinned_once(tmp_path: Path, fresh_pool: None) -> None:
 
 @pytest.mark.cuda_only
 def test_saves_leave_no_memory_on_the_device(tmp_path: Path) -> None:
-    state = State(4)
+    state = CountingState(4)
     with asyncckpt.Saver(
         path=tmp_path, tensors=state.tensors, device=asyncckpt.DeviceOptions(scratch_bytes=1 << 30)
     ) as saver:
@@ -165,7 +166,7 @@ def test_saves_leave_no_memory_on_the_device(tmp_path: Path) -> None:
 def test_without_room_for_scratch_memory_the_save_goes_straight(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = State(5)
+    state = CountingState(5)
     with asyncckpt.Saver(
         path=tmp_path, tensors={"x": state.live["large"]}, device=asyncckpt.DeviceOptions(scratch_bytes=1 << 40)
     ) as saver:
@@ -194,7 +195,7 @@ def test_random_numbers_of_the_device_go_on(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_no_load(tmp_path: Path) -> None:
-    state = State(6)
+    state = CountingState(6)
     save(tmp_path, state.tensors)
     (file,) = (path for path in tmp_path.rglob("*.safetensors"))
     with file.open("r+b") as handle:

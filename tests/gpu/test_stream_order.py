@@ -27,13 +27,13 @@ from tests.gpu.device import (
     synchronize,
     wait_for,
 )
-from tests.gpu.state import State, assert_holds, differences
+from tests.gpu.state import CountingState, assert_holds, differences
 
 SCRATCH = [0, 100_000, 4 << 20, 1 << 30]
 WAIT_S = 120
 
 
-def assert_all_hold(path: Path, state: State, steps: dict[int, int]) -> None:
+def assert_all_hold(path: Path, state: CountingState, steps: dict[int, int]) -> None:
     for step, count in steps.items():
         assert_holds(path, state.expected(count), step=step)
 
@@ -42,7 +42,7 @@ def assert_all_hold(path: Path, state: State, steps: dict[int, int]) -> None:
 @pytest.mark.parametrize("scratch", SCRATCH)
 def test_changes_right_before_and_right_after_the_call(tmp_path: Path, scratch: int, seed: int) -> None:
     chosen = random.Random(seed)
-    state, steps = State(seed), {}
+    state, steps = CountingState(seed), {}
     with asyncckpt.Saver(
         path=tmp_path,
         tensors=state.tensors,
@@ -66,7 +66,7 @@ def test_changes_right_before_and_right_after_the_call(tmp_path: Path, scratch: 
 @pytest.mark.parametrize("scratch", [0, 1 << 30])
 def test_the_current_stream_need_not_be_the_default_one(tmp_path: Path, scratch: int) -> None:
     stream = new_stream()
-    state, steps = State(1), {}
+    state, steps = CountingState(1), {}
     wait_for(stream, current_stream())
     with (
         asyncckpt.Saver(
@@ -89,7 +89,7 @@ def test_the_current_stream_need_not_be_the_default_one(tmp_path: Path, scratch:
 def test_streams_that_the_saver_is_told_of(tmp_path: Path, scratch: int) -> None:
     """The state is changed on streams other than the one on which save_async is called."""
     told = [new_stream(), new_stream()]
-    state, steps = State(2), {}
+    state, steps = CountingState(2), {}
     halves = list(state.live.values())[::2], list(state.live.values())[1::2]
     with asyncckpt.Saver(
         path=tmp_path,
@@ -120,7 +120,7 @@ def test_streams_that_the_saver_is_told_of(tmp_path: Path, scratch: int) -> None
 @pytest.mark.parametrize("scratch", [0, 1 << 30])
 def test_other_streams_wait_by_fence(tmp_path: Path, scratch: int) -> None:
     other = new_stream()
-    state = State(3)
+    state = CountingState(3)
     with asyncckpt.Saver(
         path=tmp_path, tensors=state.tensors, device=asyncckpt.DeviceOptions(scratch_bytes=scratch)
     ) as saver:
@@ -138,7 +138,7 @@ def test_other_streams_wait_by_fence(tmp_path: Path, scratch: int) -> None:
 
 def test_any_stream_may_change_the_state_after_wait_staged(tmp_path: Path) -> None:
     other = new_stream()
-    state = State(4)
+    state = CountingState(4)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         keep_busy()
         state.advance()
@@ -152,7 +152,7 @@ def test_any_stream_may_change_the_state_after_wait_staged(tmp_path: Path) -> No
 
 
 def test_a_blocking_save_follows_what_is_queued(tmp_path: Path) -> None:
-    state = State(5)
+    state = CountingState(5)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         keep_busy()
         state.advance()
@@ -164,7 +164,7 @@ def test_a_blocking_save_follows_what_is_queued(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [0, 1 << 20])
 def test_without_pinned_memory(tmp_path: Path, limit: int, fresh_pool: None) -> None:
     """Slower, and as exact."""
-    state, steps = State(6), {}
+    state, steps = CountingState(6), {}
     with asyncckpt.Saver(
         path=tmp_path, tensors=state.tensors, device=asyncckpt.DeviceOptions(pinned_memory_limit=limit)
     ) as saver:
@@ -181,7 +181,7 @@ def test_without_pinned_memory(tmp_path: Path, limit: int, fresh_pool: None) -> 
 class Fresh:
     """Gives new tensors at every call, which nobody else holds: as a state that is gathered for its save."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: CountingState) -> None:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Fresh:
 
 @pytest.mark.parametrize("scratch", [0, 1 << 30])
 def test_memory_that_is_freed_after_the_call_and_used_again(tmp_path: Path, scratch: int) -> None:
-    state = State(7)
+    state = CountingState(7)
     with asyncckpt.Saver(
         path=tmp_path, tensors={"x": Fresh(state)}, device=asyncckpt.DeviceOptions(scratch_bytes=scratch)
     ) as saver:
@@ -213,7 +213,7 @@ def test_memory_that_is_freed_after_the_call_and_used_again(tmp_path: Path, scra
 
 def test_a_save_from_another_thread(tmp_path: Path) -> None:
     """Its current stream is the default one, as that of this thread."""
-    state = State(8)
+    state = CountingState(8)
     failures: list[BaseException] = []
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         keep_busy()
@@ -234,7 +234,7 @@ def test_a_save_from_another_thread(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_save_leaves_the_next_one_exact(tmp_path: Path) -> None:
-    state = State(9)
+    state = CountingState(9)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors, on_busy="queue") as saver:
         keep_busy()
         state.advance()
@@ -254,7 +254,7 @@ def test_a_filter_sees_what_was_captured(tmp_path: Path) -> None:
             assert block.data.device.type == "cpu"
         return [block for block in blocks if block.tensor_name() == "large"]
 
-    state = State(10)
+    state = CountingState(10)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors, filter_func=halve) as saver:
         keep_busy()
         state.advance()
@@ -267,7 +267,7 @@ def test_a_filter_sees_what_was_captured(tmp_path: Path) -> None:
 @pytest.mark.cuda_only
 def test_without_ordering_these_tests_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Switched off: no stream waits for any other."""
-    state = State(11)
+    state = CountingState(11)
     with asyncckpt.Saver(path=tmp_path, tensors=state.tensors) as saver:
         saver.save_async(0).result(WAIT_S)
         with monkeypatch.context() as patch:

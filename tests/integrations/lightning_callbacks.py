@@ -31,7 +31,7 @@ STEPS = EPOCHS * BATCHES
 NOT_COMPARED = (callbacks.Timer, callbacks.ModelCheckpoint)  # Times, and paths.
 
 
-class Net(pl.LightningModule):
+class ScheduledNet(pl.LightningModule):
     """Draws random numbers in each step, has a schedule, and notes what it was validated with."""
 
     def __init__(self, dropout: float) -> None:
@@ -70,7 +70,7 @@ class Net(pl.LightningModule):
         return {"optimizer": adam, "lr_scheduler": torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)}
 
 
-class Raising(callbacks.Callback):
+class RaisingCallback(callbacks.Callback):
     """Raises once, in one hook, when so many steps were trained."""
 
     def __init__(self, hook: str, step: int, error: BaseException) -> None:
@@ -116,13 +116,13 @@ def shipped() -> list[type[callbacks.Callback]]:
 
 
 @dataclass
-class Run:
+class RunFacts:
     """What the parts of a run have come to."""
 
     validated: dict[int, set[float]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, running: pl.Trainer, module: Net, callback: callbacks.Callback) -> None:
+    def add(self, running: pl.Trainer, module: ScheduledNet, callback: callbacks.Callback) -> None:
         for step, loss in module.validated:
             self.validated.setdefault(step, set()).add(loss)
         self.facts = {
@@ -134,17 +134,17 @@ class Run:
             "callback": {} if isinstance(callback, NOT_COMPARED) else callback.state_dict(),
         }
 
-    def differences(self, other: Run) -> set[str]:
+    def differences(self, other: RunFacts) -> set[str]:
         wrong = {name for name, value in self.facts.items() if not same(value, other.facts[name])}
         steps = self.validated.keys() | other.validated.keys()
         return wrong | {f"validation {at}" for at in steps if self.validated.get(at) != other.validated.get(at)}
 
-    def validated_before(self, step: int) -> Run:
+    def validated_before(self, step: int) -> RunFacts:
         """Return a run that begins with what this one has measured before a step is resumed."""
-        return Run({at: set(losses) for at, losses in self.validated.items() if at < step or step == STEPS})
+        return RunFacts({at: set(losses) for at, losses in self.validated.items() if at < step or step == STEPS})
 
 
-class Programs:
+class LightningPrograms:
     """Fits with one callback, which a function makes for each."""
 
     def __init__(self, folder: Path, make: Callable[[], callbacks.Callback]) -> None:
@@ -152,14 +152,14 @@ class Programs:
 
     def fit(
         self,
-        run: Run,
+        run: RunFacts,
         *last: callbacks.Callback,
         first: Sequence[callbacks.Callback] = (),
         path: object = None,
         dropout: float = 0.5,
     ) -> BaseException | None:
         """Fit once; return what has ended it."""
-        module, callback, found = Net(dropout), self._make(), None
+        module, callback, found = ScheduledNet(dropout), self._make(), None
         running = pl.Trainer(
             default_root_dir=self._folder,
             callbacks=[*first, callback, *last],
@@ -184,36 +184,36 @@ class Programs:
         return AsyncCheckpoint(self._folder / name, every_n_train_steps=EVERY)
 
     @cache  # noqa: B019
-    def whole(self, dropout: float) -> Run:
+    def whole(self, dropout: float) -> RunFacts:
         """Return a run that nothing ends, saved by ours as `whole-DROPOUT`."""
-        run = Run()
+        run = RunFacts()
         assert self.fit(run, self.ours(f"whole-{dropout}"), dropout=dropout) is None
         return run
 
     @cache  # noqa: B019
-    def own_resumed(self, step: int) -> tuple[Run, BaseException | None]:
+    def own_resumed(self, step: int) -> tuple[RunFacts, BaseException | None]:
         """Return what Lightning's own checkpoint of a step comes to; without dropout, for it has no random numbers."""
         if step == 0:
             return self.whole(0.0), None
         resumed, own = self.whole(0.0).validated_before(step), OwnSaving()
-        self.fit(Run(), own, dropout=0.0)
+        self.fit(RunFacts(), own, dropout=0.0)
         path = self._folder / "own.ckpt"
         path.write_bytes(own.files[step])
         return resumed, self.fit(resumed, path=path, dropout=0.0)
 
-    def part(self, step: int, dropout: float) -> Run:
+    def part(self, step: int, dropout: float) -> RunFacts:
         """Have the folder `part` be as a kill leaves it when a step was saved, and return the run until then."""
         before = self.whole(dropout).validated_before(step)
         shutil.copytree(self._folder / f"whole-{dropout}", self._folder / "part")
         asyncckpt.checkpoints.remove_after(self._folder / "part", step)
         return before
 
-    def ended(self, hook: str, step: int, error: BaseException, dropout: float) -> Run:
-        run = Run()
-        self.fit(run, self.ours("part"), first=[Raising(hook, step, error)], dropout=dropout)
+    def ended(self, hook: str, step: int, error: BaseException, dropout: float) -> RunFacts:
+        run = RunFacts()
+        self.fit(run, self.ours("part"), first=[RaisingCallback(hook, step, error)], dropout=dropout)
         return run
 
-    def resumed(self, ended: Callable[[float], Run], dropout: float) -> tuple[int, Run, BaseException | None]:
+    def resumed(self, ended: Callable[[float], RunFacts], dropout: float) -> tuple[int, RunFacts, BaseException | None]:
         """Resume what was ended; return from which step, what the run has come to, and what has ended it."""
         run = ended(dropout)
         step = max(asyncckpt.list_steps(self._folder / "part"), default=0)

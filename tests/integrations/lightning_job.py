@@ -20,7 +20,7 @@ STEPS = 20
 DROPOUT = 0.0 if "MODEL_CHECKPOINT" in os.environ else 0.5
 
 
-class Model(pl.LightningModule):
+class TwoLayers(pl.LightningModule):
     def __init__(self, number: int | None = None, step: int = 0, *, is_told: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -76,7 +76,7 @@ def trainer(folder: object, *callbacks: Any, **more: Any) -> pl.Trainer:
 def main() -> None:
     folder = Path(sys.argv[1])
     number = signal.Signals[sys.argv[2]] if len(sys.argv) > 2 else None
-    model = Model(number, int(sys.argv[3]) if number else 0, is_told=True)
+    model = TwoLayers(number, int(sys.argv[3]) if number else 0, is_told=True)
     if os.environ.get("PLANT") == "random numbers":
         ours.AsyncCheckpoint.load_state_dict = lambda self, state: None  # type: ignore[method-assign]
     if "MODEL_CHECKPOINT" in os.environ:  # Lightning's own callback, with our plugin.

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from asyncckpt.integrations.lightning import AsyncCheckpoint
-from tests.integrations.lightning_job import Model, batches, trainer
+from tests.integrations.lightning_job import TwoLayers, batches, trainer
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     saved = AsyncCheckpoint(folder, every_n_train_steps=3)
     running = trainer(folder, saved, max_epochs=epochs, devices=2, strategy="ddp")
     torch.distributed.init_process_group("gloo")
-    running.fit(Model(is_told=True), batches(), ckpt_path="last")
+    running.fit(TwoLayers(is_told=True), batches(), ckpt_path="last")
     print("ended at", running.global_step, flush=True)
 
 

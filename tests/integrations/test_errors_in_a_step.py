@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 import asyncckpt
 from asyncckpt.integrations.lightning import AsyncCheckpoint
 from tests.integrations import lightning_job, transformers_job
-from tests.integrations.lightning_callbacks import Raising
-from tests.integrations.lightning_job import Model, batches
+from tests.integrations.lightning_callbacks import RaisingCallback
+from tests.integrations.lightning_job import TwoLayers, batches
 
 
 class Raise(TrainerCallback):
@@ -54,7 +54,7 @@ def test_transformers(step: int, tmp_path: Path) -> None:
 def test_lightning(batch: int, accumulated: int, tmp_path: Path) -> None:
     """Its random numbers, and its place among the batches: the batch that has failed is trained on again."""
 
-    class Broken(Model):
+    class Broken(TwoLayers):
         def training_step(self, *given: Any) -> torch.Tensor:
             loss = super().training_step(*given)
             self.seen = getattr(self, "seen", 0) + 1
@@ -62,17 +62,17 @@ def test_lightning(batch: int, accumulated: int, tmp_path: Path) -> None:
                 raise ValueError("broken")
             return loss
 
-    def fitted(place: Path, model: Model) -> Model:
+    def fitted(place: Path, model: TwoLayers) -> TwoLayers:
         saved = AsyncCheckpoint(place, every_n_train_steps=100)
         lightning_job.trainer(place, saved, accumulate_grad_batches=accumulated).fit(model, batches())
         return model
 
-    whole = fitted(tmp_path / "whole", Model())
+    whole = fitted(tmp_path / "whole", TwoLayers())
     with pytest.raises(ValueError, match="broken"):
         fitted(tmp_path / "parts", Broken())
     epoch, at = divmod(batch, 10)
     assert asyncckpt.list_steps(tmp_path / "parts") == [epoch * -(-10 // accumulated) + at // accumulated]
-    parts = fitted(tmp_path / "parts", Model())
+    parts = fitted(tmp_path / "parts", TwoLayers())
     assert parts.trainer.global_step == whole.trainer.global_step
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, parts.state_dict()[name])
@@ -84,7 +84,7 @@ COUNTED = (
 )  # fmt: skip
 
 
-class Counting(callbacks.Callback):
+class CountingHooks(callbacks.Callback):
     """Counts calls of its hooks, and remembers what it drew when a batch began."""
 
     def __init__(self) -> None:
@@ -114,15 +114,15 @@ class Counting(callbacks.Callback):
 def test_callbacks_of_lightning_count_a_step_that_failed_once(
     hook: str, epochs: float, accumulated: int, tmp_path: Path
 ) -> None:
-    def fitted(place: Path, *more: Any) -> Counting:
-        counting, saved = Counting(), AsyncCheckpoint(place, every_n_train_steps=100)
+    def fitted(place: Path, *more: Any) -> CountingHooks:
+        counting, saved = CountingHooks(), AsyncCheckpoint(place, every_n_train_steps=100)
         running = lightning_job.trainer(place, counting, saved, *more, accumulate_grad_batches=accumulated)
-        running.fit(Model(), batches(), ckpt_path="last")
+        running.fit(TwoLayers(), batches(), ckpt_path="last")
         return counting
 
     whole = fitted(tmp_path / "whole")
     with pytest.raises(ValueError, match="broken"):
-        fitted(tmp_path / "parts", Raising(hook, int(epochs * 10) // accumulated, ValueError("broken")))
+        fitted(tmp_path / "parts", RaisingCallback(hook, int(epochs * 10) // accumulated, ValueError("broken")))
     assert asyncckpt.list_steps(tmp_path / "parts") == [int(epochs * 10) // accumulated]
     parts = fitted(tmp_path / "parts")
     assert parts.counts == whole.counts
@@ -149,11 +149,11 @@ def test_callbacks_of_lightning_count_an_end_of_an_epoch_that_failed_once(held_o
     def fitted(*more: Any) -> int:
         counting, saved = CountingEnds(), AsyncCheckpoint(tmp_path, every_n_train_steps=100)
         running = lightning_job.trainer(tmp_path, counting, *more, saved)
-        running.fit(Model(), batches(), held_out, ckpt_path="last")
+        running.fit(TwoLayers(), batches(), held_out, ckpt_path="last")
         return counting.ended
 
     with pytest.raises(ValueError, match="broken"):
-        fitted(Raising("on_train_epoch_end", 10, ValueError("broken")))
+        fitted(RaisingCallback("on_train_epoch_end", 10, ValueError("broken")))
     assert asyncckpt.list_steps(tmp_path) == [10]
     assert fitted() == 2
 

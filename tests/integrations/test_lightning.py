@@ -15,7 +15,7 @@ import torch
 import asyncckpt
 from asyncckpt.integrations.lightning import AsyncCheckpoint, AsyncCheckpointIO, checkpoint_file
 from tests.integrations.jobs import differences, run_job
-from tests.integrations.lightning_job import STEPS, Model, batches, held_out, trainer
+from tests.integrations.lightning_job import STEPS, TwoLayers, batches, held_out, trainer
 
 KILLED = -signal.SIGKILL
 ENDED = (0, 1, 143, -signal.SIGTERM)  # Lightning says how its process ends behind SIGTERM.
@@ -47,17 +47,17 @@ def test_a_run_killed_and_terminated_ends_like_an_undisturbed_one(tmp_path: Path
 def test_the_best_step_is_kept_tested_and_resumed_from(tmp_path: Path) -> None:
     saved = AsyncCheckpoint(tmp_path, monitor="val_loss", keep=1)
     running = trainer(tmp_path, saved, max_epochs=4)
-    running.fit(Model(), batches(), held_out())
+    running.fit(TwoLayers(), batches(), held_out())
     assert saved.best_step in asyncckpt.list_steps(tmp_path)
     assert len(asyncckpt.list_steps(tmp_path)) <= 2
-    other = Model()
+    other = TwoLayers()
     [tested] = running.validate(other, held_out(), ckpt_path="best", verbose=False)
     assert tested["val_loss"] == saved.best_model_score
     best = asyncckpt.load(tmp_path, saved.best_step)["checkpoint"]["state_dict"]
     assert all(torch.equal(best[name], tensor) for name, tensor in other.state_dict().items())
 
 
-class _NotYetANumber(Model):
+class _NotYetANumber(TwoLayers):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         if self.current_epoch == 0:
             self.log("val_loss", torch.tensor(torch.nan))
@@ -82,7 +82,7 @@ def test_what_ends_an_epoch_by_a_metric_goes_on_behind_a_validation(tmp_path: Pa
         stopping = pl.callbacks.EarlyStopping("val_loss", patience=2, min_delta=10.0)
         saved = AsyncCheckpoint(folder, every_n_train_steps=10, monitor=monitor)
         running = trainer(folder, saved, stopping, max_epochs=epochs)
-        running.fit(Model(), batches(), held_out(), ckpt_path="last")
+        running.fit(TwoLayers(), batches(), held_out(), ckpt_path="last")
         return [running.global_step, stopping.wait_count, stopping.stopped_epoch, float(stopping.best_score)]
 
     whole = fit(tmp_path / "whole", 4)
@@ -92,7 +92,7 @@ def test_what_ends_an_epoch_by_a_metric_goes_on_behind_a_validation(tmp_path: Pa
     assert whole[0] == 30
 
 
-class _OnPlateau(Model):
+class _OnPlateau(TwoLayers):
     def configure_optimizers(self) -> Any:
         adam = torch.optim.AdamW(self.parameters(), lr=1e-2)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, patience=0, threshold=1.0)
@@ -117,7 +117,7 @@ def test_the_newest_of_two_callbacks_is_the_last(tmp_path: Path) -> None:
     def fit(epochs: int) -> int:
         own = pl.callbacks.ModelCheckpoint(tmp_path / "own", every_n_epochs=2, save_last=True)
         running = trainer(tmp_path, AsyncCheckpoint(tmp_path / "ours", every_n_train_steps=5), own, max_epochs=epochs)
-        running.fit(Model(), batches(), held_out(), ckpt_path="last")
+        running.fit(TwoLayers(), batches(), held_out(), ckpt_path="last")
         return running.fit_loop.epoch_loop._batches_that_stepped
 
     fit(3)  # ModelCheckpoint's last one is that of step 20.
@@ -125,7 +125,7 @@ def test_the_newest_of_two_callbacks_is_the_last(tmp_path: Path) -> None:
     assert fit(4) == 40
 
 
-class _Named(Model):
+class _Named(TwoLayers):
     """Keeps its arguments in the checkpoint, and says what it is tested with."""
 
     def __init__(self, width: int = 3) -> None:
@@ -200,14 +200,14 @@ def test_load_from_checkpoint_takes_a_file_of_a_checkpoint(tmp_path: Path) -> No
 
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(asyncckpt.UsageError, match="no metric 'val_los'"):
-        trainer(tmp_path, AsyncCheckpoint(tmp_path, monitor="val_los")).fit(Model(), batches(), held_out())
+        trainer(tmp_path, AsyncCheckpoint(tmp_path, monitor="val_los")).fit(TwoLayers(), batches(), held_out())
     with pytest.raises(asyncckpt.UsageError, match="nothing says when to save"):
         AsyncCheckpoint(tmp_path)
 
 
 def test_accumulated_gradients_count_optimizer_steps(tmp_path: Path) -> None:
     saved = AsyncCheckpoint(tmp_path, every_n_train_steps=2)
-    trainer(tmp_path, saved, accumulate_grad_batches=2).fit(Model(), batches())
+    trainer(tmp_path, saved, accumulate_grad_batches=2).fit(TwoLayers(), batches())
     assert asyncckpt.list_steps(tmp_path) == [2, 4, 6, 8, 10]
 
 
@@ -321,10 +321,10 @@ def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
 
 def test_lightnings_own_files_are_read(tmp_path: Path) -> None:
     running = trainer(tmp_path)
-    running.fit(Model(), batches())
+    running.fit(TwoLayers(), batches())
     running.save_checkpoint(tmp_path / "theirs.ckpt")
     resumed = trainer(tmp_path, AsyncCheckpoint(tmp_path / "ours", every_n_train_steps=5), max_epochs=3)
-    resumed.fit(Model(), batches(), ckpt_path=str(tmp_path / "theirs.ckpt"))
+    resumed.fit(TwoLayers(), batches(), ckpt_path=str(tmp_path / "theirs.ckpt"))
     assert asyncckpt.list_steps(tmp_path / "ours") == [25, 30]
 
 

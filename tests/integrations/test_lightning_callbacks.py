@@ -14,7 +14,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.integrations.lightning import AsyncCheckpointIO
-from tests.integrations.lightning_callbacks import OwnSaving, Programs, Run, ends, shipped
+from tests.integrations.lightning_callbacks import LightningPrograms, OwnSaving, RunFacts, ends, shipped
 from tests.integrations.remaining import differing
 from tests.integrations.same import same
 from tests.shares import share_of
@@ -47,17 +47,17 @@ def made(kind: type, folder: Path) -> Callable[[], Any]:
 def test_a_fit_goes_on_where_it_was_ended(kind: type, tmp_path: Path) -> None:
     if kind.__name__ in LEFT_OUT:
         pytest.skip(LEFT_OUT[kind.__name__])
-    programs = Programs(tmp_path, made(kind, tmp_path))
-    plain, own, wrong, dropout = Run(), OwnSaving(), {}, 0.5
+    programs = LightningPrograms(tmp_path, made(kind, tmp_path))
+    plain, own, wrong, dropout = RunFacts(), OwnSaving(), {}, 0.5
     assert programs.fit(plain, own) is None
     whole = programs.whole(dropout)
     if differs := whole.differences(plain):
         assert differing(kind.__name__, {"random numbers"}), differs
-        plain, dropout = Run(), 0.0
+        plain, dropout = RunFacts(), 0.0
         programs.fit(plain, own, dropout=dropout)
         assert programs.whole(dropout).differences(plain) == set()
 
-    def go_on(what: str, ended: Callable[[float], Run]) -> None:
+    def go_on(what: str, ended: Callable[[float], RunFacts]) -> None:
         step, run, error = programs.resumed(ended, 0.5)
         if error is None and not run.differences(whole):
             return

@@ -46,10 +46,10 @@ def test_a_trainer_of_transformers_goes_on_from_there(owner: seaweed.Server, url
     assert (asyncckpt.list_steps(url), asyncckpt.list_steps(tmp_path / "run" / "checkpoints")) == ([2, 4, 6], [6])
 
 
-def fitted(folder: Path, url: str, *, epochs: int, ckpt_path: str | None = "last") -> lightning_job.Model:
+def fitted(folder: Path, url: str, *, epochs: int, ckpt_path: str | None = "last") -> lightning_job.TwoLayers:
     options = {"upload": url}
     saved = AsyncCheckpoint(folder, every_n_train_steps=5, monitor="val_loss", checkpointing={"options": options})
-    model = lightning_job.Model()
+    model = lightning_job.TwoLayers()
     running = lightning_job.trainer(folder.parent, saved, max_epochs=epochs)
     running.fit(model, lightning_job.batches(), lightning_job.held_out(), ckpt_path=ckpt_path)
     return model
@@ -82,10 +82,10 @@ def test_lightning_finds_the_best_step_there(owner: seaweed.Server, url: str, tm
         folder, every_n_train_steps=5, monitor="val_loss", checkpointing={"options": {"upload": url}}
     )
     running = lightning_job.trainer(tmp_path, saved)
-    running.fit(lightning_job.Model(), lightning_job.batches(), lightning_job.held_out())
+    running.fit(lightning_job.TwoLayers(), lightning_job.batches(), lightning_job.held_out())
     best = asyncckpt.load(url, saved.best_step)["checkpoint"]["state_dict"]
     shutil.rmtree(folder)
-    model = lightning_job.Model()
+    model = lightning_job.TwoLayers()
     running.validate(model, lightning_job.held_out(), ckpt_path="best", verbose=False)
     assert all(torch.equal(best[name], tensor) for name, tensor in model.state_dict().items())
     read = torch.load(checkpoint_file(f"{url}/step={saved.best_step}"))["state_dict"]

@@ -31,7 +31,7 @@ class Versioned(torch.nn.Linear):
         super()._load_from_state_dict(state, prefix, metadata, *more)
 
 
-class Net(torch.nn.Module):
+class TrainedNet(torch.nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_modules_are_given_the_version_of_what_was_saved(
 ) -> None:
     for version in (3, 4):
         monkeypatch.setattr(Versioned, "_version", version)
-        net = Net()
+        net = TrainedNet()
         train(tmp_path, net, torch.optim.Adam(net.parameters()), version - 1)
     assert net.inner[0].loaded == 3
 
@@ -130,10 +130,10 @@ def compiled_within(net: Any) -> Any:
 @pytest.mark.parametrize("wrap", [compiled, compiled_within])
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 def test_a_compiled_model_goes_on_as_one_that_is_not(train: Any, wrap: Any, is_first: bool, tmp_path: Path) -> None:
-    whole = Net()
+    whole = TrainedNet()
     train(tmp_path / "whole", whole, torch.optim.Adam(whole.parameters()), STEPS)
     for steps in (2, STEPS):
-        net = Net()
+        net = TrainedNet()
         optimizer = torch.optim.Adam(net.parameters())
         wrapped = wrap(net) if is_first == (steps == 2) else net
         if train is by_lightning and steps == STEPS:  # As from its own checkpoints: it loads models itself.
@@ -147,10 +147,10 @@ def test_a_compiled_model_goes_on_as_one_that_is_not(train: Any, wrap: Any, is_f
 
 @door
 def test_an_optimizers_states_keep_the_dtype_that_was_saved(train: Any, tmp_path: Path) -> None:
-    whole = Net(torch.bfloat16)
+    whole = TrainedNet(torch.bfloat16)
     train(tmp_path / "whole", whole, Wide(whole.parameters()), STEPS)
     for steps in (2, STEPS):
-        net = Net(torch.bfloat16)
+        net = TrainedNet(torch.bfloat16)
         optimizer = Wide(net.parameters())
         train(tmp_path / "parts", net, optimizer, steps)
     found = {state["mean"].dtype for state in optimizer.state.values()}

@@ -15,8 +15,8 @@ from transformers import Trainer
 import asyncckpt
 from asyncckpt.integrations.lightning import AsyncCheckpoint, AsyncCheckpointIO
 from tests.integrations import lightning_job, transformers_job
-from tests.integrations.lightning_callbacks import Programs, Raising, Run
-from tests.integrations.lightning_job import Model, batches, held_out
+from tests.integrations.lightning_callbacks import LightningPrograms, RaisingCallback, RunFacts
+from tests.integrations.lightning_job import TwoLayers, batches, held_out
 
 NAME = "net.0.weight"
 
@@ -41,7 +41,7 @@ def saved_weights(folder: Path) -> tuple[int, torch.Tensor]:
 def test_the_last_step_is_saved_before_averages_take_the_place_of_its_weights(tmp_path: Path) -> None:
     averaged = Averaged()
     saving = AsyncCheckpoint(tmp_path, every_n_train_steps=7)
-    lightning_job.trainer(tmp_path, averaged, saving).fit(Model(), batches(), held_out())
+    lightning_job.trainer(tmp_path, averaged, saving).fit(TwoLayers(), batches(), held_out())
     step, weights = saved_weights(tmp_path)
     assert step == 20
     assert torch.equal(weights, averaged.trained[20])
@@ -50,10 +50,10 @@ def test_the_last_step_is_saved_before_averages_take_the_place_of_its_weights(tm
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_batch_start", "on_validation_end"])
 def test_an_error_in_a_validation_saves_no_averages_as_weights(tmp_path: Path, error: Any, hook: str) -> None:
-    averaged, raising = Averaged(), Raising(hook, 10, error)
+    averaged, raising = Averaged(), RaisingCallback(hook, 10, error)
     running = lightning_job.trainer(tmp_path, raising, averaged, AsyncCheckpoint(tmp_path, every_n_train_steps=4))
     with pytest.raises((ValueError, SystemExit)):
-        running.fit(Model(), batches(), held_out())
+        running.fit(TwoLayers(), batches(), held_out())
     step, weights = saved_weights(tmp_path)
     assert torch.equal(weights, averaged.trained[step])
 
@@ -61,15 +61,15 @@ def test_an_error_in_a_validation_saves_no_averages_as_weights(tmp_path: Path, e
 @pytest.mark.parametrize("step", [5, 6, 12])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end"])
 def test_an_error_after_a_step_loses_no_batch_and_no_validation(tmp_path: Path, hook: str, step: int) -> None:
-    programs = Programs(tmp_path, callbacks.Callback)
-    whole, run = Run(), Run()
+    programs = LightningPrograms(tmp_path, callbacks.Callback)
+    whole, run = RunFacts(), RunFacts()
     programs.fit(whole, programs.ours("whole"))
-    programs.fit(run, programs.ours("part"), first=[Raising(hook, step, ValueError("broken"))])
+    programs.fit(run, programs.ours("part"), first=[RaisingCallback(hook, step, ValueError("broken"))])
     assert programs.fit(run, programs.ours("part"), path="last") is None
     assert not run.differences(whole)
 
 
-class OnPlateau(Model):
+class OnPlateau(TwoLayers):
     def configure_optimizers(self) -> Any:
         adam = torch.optim.AdamW(self.parameters(), lr=1e-2)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, patience=0, threshold=0.9)
@@ -90,21 +90,21 @@ def test_a_rate_that_follows_a_metric_is_lowered_once_where_an_epoch_fails_at_on
         return [running.optimizers[0].param_groups[0]["lr"], scheduler.last_epoch, scheduler.num_bad_epochs]
 
     whole = fitted(tmp_path / "whole")
-    fitted(tmp_path / "parts", Raising("on_before_backward", 10, ValueError("broken")))
+    fitted(tmp_path / "parts", RaisingCallback("on_before_backward", 10, ValueError("broken")))
     assert fitted(tmp_path / "parts", path="last") == whole
 
 
-class Colour(enum.Enum):
+class ColourOfTrainer(enum.Enum):
     RED = 1
 
 
-class Configured(Model):
+class Configured(TwoLayers):
     def __init__(self, value: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
-VALUES = [Path("/data"), argparse.Namespace(lr=1.0), Colour.RED, torch.nn.MSELoss(), torch.nn.ReLU]
+VALUES = [Path("/data"), argparse.Namespace(lr=1.0), ColourOfTrainer.RED, torch.nn.MSELoss(), torch.nn.ReLU]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)

@@ -13,10 +13,10 @@ import asyncckpt
 from tests.integrations.remaining import differing
 from tests.integrations.transformers_callbacks import (
     ENDS,
-    Asking,
+    AskingOnce,
     Broken,
-    Programs,
-    Raising,
+    RaisingOnce,
+    TransformersPrograms,
     differences,
     shipped,
     stand_ins,
@@ -38,7 +38,7 @@ def services(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "name", share_of(shipped(), "callbacks of transformers"), ids=lambda name: name.rpartition(".")[2]
 )
 def test_a_run_goes_on_where_it_was_ended(name: str, tmp_path: Path) -> None:
-    kind, programs, wrong = name.rpartition(".")[2], Programs(tmp_path, name), {}
+    kind, programs, wrong = name.rpartition(".")[2], TransformersPrograms(tmp_path, name), {}
     own = programs.fit("own", every=1)
     assert differences(programs.ours("whole", every=1), own) == []
     # What tells a service of a run takes part in no step of it, so a few places are enough.
@@ -65,10 +65,10 @@ def test_a_run_goes_on_where_it_was_ended(name: str, tmp_path: Path) -> None:
         (hook, step, Broken() if error == "error" else KeyboardInterrupt()) for hook, (step, error) in ENDS.items()
     ]
     for hook, step, error in share_of(ends, f"ends of {kind}", every=every):
-        programs.ours("part", Raising(hook, step, error))
+        programs.ours("part", RaisingOnce(hook, step, error))
         go_on("part", f"{type(error).__name__} in {hook} at step {step}")
     if kind == "JITCheckpointCallback":
         for step in (3, 5, 8):
-            programs.ours("part", Asking(step))
+            programs.ours("part", AskingOnce(step))
             go_on("part", f"asked at step {step}")
     assert wrong == {}, wrong

@@ -130,7 +130,7 @@ class Broken(Exception):
     pass
 
 
-class Raising(TrainerCallback):
+class RaisingOnce(TrainerCallback):
     """Raises in one hook, when so many steps were trained."""
 
     def __init__(self, hook: str, step: int, error: BaseException) -> None:
@@ -141,7 +141,7 @@ class Raising(TrainerCallback):
         setattr(self, hook, fail)
 
 
-class Asking(TrainerCallback):
+class AskingOnce(TrainerCallback):
     """Asks the callback that saves when a signal has come, as its timer does, in one step."""
 
     def __init__(self, step: int) -> None:
@@ -152,7 +152,7 @@ class Asking(TrainerCallback):
             self.asked.jit_manager.is_checkpoint_requested = True
 
 
-class Programs:
+class TransformersPrograms:
     """Runs with one callback, of a class that is given by its name."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -176,7 +176,7 @@ class Programs:
             callbacks=[*callbacks] if more else [*callbacks, callback],  # The Trainer makes that one itself.
         )
         for asking in callbacks:
-            if isinstance(asking, Asking):
+            if isinstance(asking, AskingOnce):
                 asking.asked = next(c for c in running.callback_handler.callbacks if isinstance(c, self._kind))
         with contextlib.suppress(Broken, KeyboardInterrupt):
             running.train(resume_from_checkpoint=resume)

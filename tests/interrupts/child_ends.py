@@ -32,7 +32,7 @@ from asyncckpt.dcp.attempt import CoordinatedAttempt
 from asyncckpt.options import SaveOptions
 from asyncckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
-from tests.embcache.models import Net
+from tests.embcache.models import CachedNet
 
 DEADLINE_S = 120.0
 CHILDREN_S_MAX = 100.0
@@ -56,7 +56,7 @@ class ChildReturns(Exception):
     """The program of a child comes to its end."""
 
 
-class Rank:
+class OpenRank:
     """What a rank has open."""
 
     def __init__(self, rank: int, ranks_count: int, folder: Path) -> None:
@@ -84,7 +84,7 @@ class Rank:
         own = folder / f"own-{rank}"
         own.mkdir(0o750)
         self.attempt = CoordinatedAttempt(own / "dcp", 0, SaveOptions())
-        self.net = Net().trained(range(1))
+        self.net = CachedNet().trained(range(1))
         self.sparse = asyncckpt.embcache.Saver(rank=0, world_size=1) if ranks_count == 1 else None
         if self.sparse is not None:
             self.sparse.save(self.net, own / "sparse")
@@ -243,7 +243,7 @@ def main(rank: int, ranks_count: int, folder: Path, kind: str) -> None:
         # A group of gloo crashes or hangs when a forked child of its own ends, whatever else the process does.
         store = dist.FileStore(str(folder / "group"), ranks_count)
         dist.init_process_group("fake", store=store, rank=rank, world_size=ranks_count)
-    own = Rank(rank, ranks_count, folder)
+    own = OpenRank(rank, ranks_count, folder)
     own.fork_all(0)
     own.check_usable(own.fork_in_callbacks(1))
     if kind == "group":

@@ -38,7 +38,7 @@ from asyncckpt.engine.process.save_lock import save_lock  # noqa: E402
 from asyncckpt.engine.save import staged_tensors  # noqa: E402
 from asyncckpt.options import SaveOptions  # noqa: E402
 from asyncckpt.storage import owner_lock  # noqa: E402
-from tests.interrupts.public_calls import DEADLINE_S, World, calls, run_coroutine  # noqa: E402
+from tests.interrupts.public_calls import DEADLINE_S, SavedSteps, calls, run_coroutine  # noqa: E402
 
 HANG_S_MAX = 300.0
 AT_ONCE_S = 10.0
@@ -55,7 +55,7 @@ class Cycle:
 class Garbage:
     """Makes garbage in a folder; `make` once for each collection."""
 
-    def __init__(self, folder: Path, world: World) -> None:
+    def __init__(self, folder: Path, world: SavedSteps) -> None:
         self.folder = folder
         self.world = world
         self.count = 0
@@ -126,7 +126,7 @@ def begun_update(path: Path) -> Any:
 class CallsEverything:
     """Its destructor does what World can do, and notes what came of it."""
 
-    def __init__(self, world: World, found: list[str]) -> None:
+    def __init__(self, world: SavedSteps, found: list[str]) -> None:
         self.world, self.found = world, found
 
     def __del__(self) -> None:
@@ -148,7 +148,7 @@ def is_ours(error: BaseException) -> bool:
     return isinstance(error, asyncckpt.CheckpointError)
 
 
-def scenes(world: World) -> dict[str, Callable[[], Any]]:
+def scenes(world: SavedSteps) -> dict[str, Callable[[], Any]]:
     """Each takes other locks. None closes what the next one uses."""
     made = calls(world)
     chosen = ["Saver", "Saver.prepare", "Saver.save_async, waiting", "Saver.save, waiting", "Saver.compact",
@@ -187,8 +187,8 @@ def at_places(call: Callable[[Place], None]) -> Iterator[None]:
 
 
 def play(kind: str, folder: Path, every: int) -> dict[str, Any]:
-    world = World(folder / "world")
-    garbage = Garbage(folder, World(folder / "of garbage") if kind == "destructors" else world)
+    world = SavedSteps(folder / "world")
+    garbage = Garbage(folder, SavedSteps(folder / "of garbage") if kind == "destructors" else world)
     known: set[Place] = set()
     reached: list[str] = []
     found: list[str] = []

@@ -15,13 +15,15 @@ import asyncckpt
 import asyncckpt.dcp
 import asyncckpt.embcache
 from asyncckpt.checkpoints import collect_garbage, pin, pinned_steps, prune, remove, remove_after, unpin
-from tests.embcache.models import Net
+from tests.embcache.models import CachedNet
+from tests.worlds.gates import nothing
+from tests.worlds.threads import awaited
 
 DEADLINE_S = 12.0
 WAIT = asyncckpt.BusyPolicy("wait", DEADLINE_S)
 
 
-class World:
+class SavedSteps:
     """A directory with a full checkpoint and a delta, and everything that somebody may have at hand beside it."""
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +33,7 @@ class World:
         self.table = asyncckpt.HashTable("t", 2)
         self.table.insert(torch.arange(8), torch.ones(8, 2))
         self.state: dict[str, Any] = {"x": torch.arange(4.0)}
-        self.net = Net().trained(range(1))
+        self.net = CachedNet().trained(range(1))
         self.saver = self.open(self.run)
         self.saver.save(0)
         self.table.insert(torch.arange(2), torch.zeros(2, 2))
@@ -95,7 +97,7 @@ def run_coroutine(work: Coroutine[Any, Any, Any]) -> Any:
         asyncio._set_running_loop(running)
 
 
-def calls(world: World) -> dict[str, Callable[[], Any]]:
+def calls(world: SavedSteps) -> dict[str, Callable[[], Any]]:
     """By name. Saves take steps that nobody else takes; what closes something comes last."""
     saver, other, ids = world.saver, world.others[0], torch.arange(3)
     load = world.load_with(WAIT)
@@ -134,7 +136,7 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "SaveFuture.cancel": world.done.cancel,
         "SaveFuture.done": world.done.done,
         "SaveFuture.progress": lambda: (world.done.progress, world.done.state, repr(world.done)),
-        "SaveFuture.add_done_callback": lambda: world.done.add_done_callback(print_nothing),
+        "SaveFuture.add_done_callback": lambda: world.done.add_done_callback(nothing),
         "await SaveFuture": lambda: run_coroutine(awaited(world.done)),
         "PeriodicSaver.step": lambda: world.periodic.step(next(world.steps)),
         "PeriodicSaver.drain": lambda: world.periodic.drain(DEADLINE_S),
@@ -170,14 +172,6 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
     }
 
 
-def train(world: World) -> None:
+def train(world: SavedSteps) -> None:
     with torch.enable_grad():  # Tables are loaded without.
         world.net.train_step(1)
-
-
-async def awaited(future: asyncckpt.SaveFuture) -> Any:
-    return await future
-
-
-def print_nothing(_: object) -> None:
-    pass

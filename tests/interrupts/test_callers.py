@@ -29,16 +29,19 @@ from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save import start_save
 from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.tables import table_lock
-from tests.interrupts.public_calls import DEADLINE_S, World, calls
+from tests.interrupts.public_calls import DEADLINE_S, SavedSteps, calls
+from tests.worlds.gates import Gate
+from tests.worlds.objects import Stateful
 
 AT_ONCE_S = 8.0  # Far below the deadlines of the waits, far above what a slow machine needs.
+ONES = {"a": torch.ones(3)}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 class Everything:
     """Makes all calls, the first time that it is called; keeps what came of each."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SavedSteps) -> None:
         self.world = world
         self.answers: dict[str, tuple[BaseException | None, float]] = {}
         self._begun = False
@@ -76,24 +79,24 @@ def is_ours(error: BaseException | None) -> bool:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SavedSteps]:
     for module in (saver_module, start_save):
         monkeypatch.setattr(module, "SAVE_DEADLINE_S", DEADLINE_S)
     monkeypatch.setattr(table_lock, "TABLE_WAIT_S_MAX", DEADLINE_S)
-    made = World(tmp_path)
+    made = SavedSteps(tmp_path)
     yield made
     made.close()
 
 
 @pytest.fixture
-def everything(world: World) -> Iterator[Everything]:
+def everything(world: SavedSteps) -> Iterator[Everything]:
     made = Everything(world)
     yield made
     made.check()
     last_save_commits(world)
 
 
-def last_save_commits(world: World) -> None:
+def last_save_commits(world: SavedSteps) -> None:
     """Nothing is held, and a new Saver of the same directory saves what a Loader loads."""
     world.close()
     until = time.monotonic() + DEADLINE_S
@@ -111,49 +114,31 @@ def last_save_commits(world: World) -> None:
     assert len(table) == len(world.table)
 
 
-class CallsOut:
-    """An object of a state."""
-
-    def __init__(self, saving: Callable[[], Any] = int, loading: Callable[[], Any] = int) -> None:
-        self.saving, self.loading = saving, loading
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        self.saving()
-        return {"a": torch.ones(3)}
-
-    def load_state_dict(self, _: dict[str, torch.Tensor]) -> None:
-        self.loading()
-
-
-def saver_with(world: World, **options: Any) -> asyncckpt.Saver:
+def saver_with(world: SavedSteps, **options: Any) -> asyncckpt.Saver:
     return asyncckpt.Saver(path=world.path / "calling", **options)
 
 
-def test_a_done_callback_calls_everything(world: World, everything: Everything) -> None:
-    may_end, ended = threading.Event(), threading.Event()
-
-    def hold(blocks: Any) -> Any:
-        assert may_end.wait(DEADLINE_S)
-        return blocks
+def test_a_done_callback_calls_everything(world: SavedSteps, everything: Everything) -> None:
+    gate, ended = Gate(), threading.Event()
 
     def callback(_: Any) -> None:
         everything()
         ended.set()
 
-    with saver_with(world, tensors=world.state, filter_func=hold) as saver:
+    with saver_with(world, tensors=world.state, filter_func=gate) as saver:
         future = saver.save_async(1)
         future.add_done_callback(callback)
-        may_end.set()
+        gate.open()
         assert ended.wait(10 * DEADLINE_S)
 
 
 @pytest.mark.parametrize("call", ["save_async", "save"])
-def test_a_filter_function_calls_everything(world: World, everything: Everything, call: str) -> None:
+def test_a_filter_function_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
     with saver_with(world, tensors=world.state, filter_func=everything) as saver:
         getattr(saver, call)(1)
 
 
-def test_a_row_filter_calls_everything(world: World, everything: Everything) -> None:
+def test_a_row_filter_calls_everything(world: SavedSteps, everything: Everything) -> None:
     def keep(columns: Any) -> torch.Tensor:
         everything()
         return torch.ones(len(columns["id"]), dtype=torch.bool)
@@ -164,24 +149,24 @@ def test_a_row_filter_calls_everything(world: World, everything: Everything) -> 
 
 
 @pytest.mark.parametrize("call", ["load", "load_async"])
-def test_a_load_filter_calls_everything(world: World, everything: Everything, call: str) -> None:
+def test_a_load_filter_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
     loader = asyncckpt.Loader(world.run, tensors={"x": torch.zeros(4)}, step=0, filter_func=everything, strict=False)
     loaded = getattr(loader, call)()
     assert call == "load" or loaded.result(10 * DEADLINE_S)
 
 
 @pytest.mark.parametrize("call", ["save_async", "save"])
-def test_a_state_dict_calls_everything(world: World, everything: Everything, call: str) -> None:
-    with saver_with(world, tensors={"o": CallsOut(saving=everything)}) as saver:
+def test_a_state_dict_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
+    with saver_with(world, tensors={"o": Stateful(ONES, saving=everything)}) as saver:
         getattr(saver, call)(1)
     assert asyncckpt.list_steps(world.path / "calling") == [1]
 
 
 @pytest.mark.parametrize("call", ["load", "load_async"])
-def test_a_load_state_dict_calls_everything(world: World, everything: Everything, call: str) -> None:
-    with saver_with(world, tensors={"o": CallsOut()}) as saver:
+def test_a_load_state_dict_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
+    with saver_with(world, tensors={"o": Stateful(ONES)}) as saver:
         saver.save(1)
-    loaded = getattr(asyncckpt.Loader(saver.path, tensors={"o": CallsOut(loading=everything)}), call)()
+    loaded = getattr(asyncckpt.Loader(saver.path, tensors={"o": Stateful(ONES, loading=everything)}), call)()
     assert call == "load" or loaded.result(10 * DEADLINE_S)
 
 
@@ -210,7 +195,7 @@ class CallingTable(asyncckpt.HashTable):
 
 
 @pytest.mark.parametrize("call", ["save_async", "save"])
-def test_a_table_that_is_cut_calls_everything(world: World, everything: Everything, call: str) -> None:
+def test_a_table_that_is_cut_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
     world.table = table = CallingTable("t", 2)
     table.call_out, table.at = everything, "begin_cut"
     with saver_with(world, hashtables={"t": table}) as saver:
@@ -218,14 +203,14 @@ def test_a_table_that_is_cut_calls_everything(world: World, everything: Everythi
 
 
 @pytest.mark.parametrize("call", ["load", "load_async"])
-def test_a_table_that_is_loaded_calls_everything(world: World, everything: Everything, call: str) -> None:
+def test_a_table_that_is_loaded_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
     world.table = table = CallingTable("t", 2)
     table.call_out, table.at = everything, "begin_load"
     loaded = getattr(asyncckpt.Loader(world.run, hashtables={"t": table}, step=0), call)()
     assert call == "load" or loaded.result(10 * DEADLINE_S)
 
 
-def test_a_table_that_tells_its_schema_calls_everything(world: World, everything: Everything) -> None:
+def test_a_table_that_tells_its_schema_calls_everything(world: SavedSteps, everything: Everything) -> None:
     table = CallingTable("t", 2)
     table.call_out, table.at = everything, "schema"
     with saver_with(world, hashtables={"t": table}) as saver:
@@ -233,10 +218,10 @@ def test_a_table_that_tells_its_schema_calls_everything(world: World, everything
 
 
 @pytest.mark.parametrize("call", ["save_async", "save"])
-def test_a_signal_handler_in_a_capture_calls_everything(world: World, everything: Everything, call: str) -> None:
+def test_a_signal_handler_in_a_capture_calls_everything(world: SavedSteps, everything: Everything, call: str) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: everything())
     try:
-        signalled = CallsOut(saving=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        signalled = Stateful(ONES, saving=lambda: os.kill(os.getpid(), signal.SIGUSR1))
         with saver_with(world, tensors={"o": signalled}) as saver:
             getattr(saver, call)(1)
             assert everything.answers
@@ -244,7 +229,7 @@ def test_a_signal_handler_in_a_capture_calls_everything(world: World, everything
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_handler_in_a_blocking_save_may_save_behind_it(world: World) -> None:
+def test_a_signal_handler_in_a_blocking_save_may_save_behind_it(world: SavedSteps) -> None:
     results = []
 
     def signal_first(blocks: Any) -> Any:
@@ -262,7 +247,7 @@ def test_a_signal_handler_in_a_blocking_save_may_save_behind_it(world: World) ->
             signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_handler_in_a_wait_calls_everything(world: World, everything: Everything) -> None:
+def test_a_signal_handler_in_a_wait_calls_everything(world: SavedSteps, everything: Everything) -> None:
     """The wait is for a save that goes on meanwhile."""
     ended = threading.Event()
 
@@ -285,7 +270,7 @@ def test_a_signal_handler_in_a_wait_calls_everything(world: World, everything: E
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_log_handler_calls_everything(world: World, everything: Everything) -> None:
+def test_a_log_handler_calls_everything(world: SavedSteps, everything: Everything) -> None:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             everything()
@@ -304,7 +289,7 @@ def test_a_log_handler_calls_everything(world: World, everything: Everything) ->
         log.removeHandler(handler)
 
 
-def test_a_coroutine_calls_everything(world: World, everything: Everything) -> None:
+def test_a_coroutine_calls_everything(world: SavedSteps, everything: Everything) -> None:
     """While it awaits a save, on the loop of the caller."""
 
     async def both() -> None:
@@ -316,18 +301,18 @@ def test_a_coroutine_calls_everything(world: World, everything: Everything) -> N
     asyncio.run(both())
 
 
-def test_a_destructor_calls_everything(world: World, everything: Everything) -> None:
+def test_a_destructor_calls_everything(world: SavedSteps, everything: Everything) -> None:
     """Of an object that a capture drops; those that the collector finds are in test_collected.py."""
 
     class Dropped:
         def __del__(self) -> None:
             everything()
 
-    with saver_with(world, tensors={"o": CallsOut(saving=lambda: Dropped() and None)}) as saver:
+    with saver_with(world, tensors={"o": Stateful(ONES, saving=lambda: Dropped() and None)}) as saver:
         saver.save_async(1)
 
 
-def test_every_public_function_is_called(world: World) -> None:
+def test_every_public_function_is_called(world: SavedSteps) -> None:
     """So that a new one is tried without a change of the tests above."""
     called = " ".join(calls(world))
     kinds = {

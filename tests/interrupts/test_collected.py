@@ -20,6 +20,7 @@ import pytest
 from asyncckpt.errors import UsageError
 from asyncckpt.signals import Guard, check_holds_none
 from tests.ranks.forked import REPOSITORY
+from tests.worlds.threads import in_thread
 
 DEADLINE_S = 600.0
 # Locks that are no guards, and why.
@@ -138,11 +139,3 @@ def test_guards_are_free_in_a_forked_child() -> None:
     may_end.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def in_thread(function: Any) -> Any:
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(function()))
-    thread.start()
-    thread.join()
-    return answers[0]

@@ -17,54 +17,54 @@ import torch
 import asyncckpt
 from asyncckpt import MultiLevelTable
 from tests.interrupts.places import SOME, interrupt_at
-from tests.interrupts.world import DEADLINE_S, Trained, World, settled_fds
+from tests.interrupts.world import DEADLINE_S, SaverAndReference, TrainedTables, settled_fds
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path / "checkpoints")
+def world(tmp_path: Path) -> SaverAndReference:
+    return SaverAndReference(tmp_path / "checkpoints")
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _lookup(trained: Trained, ids: torch.Tensor) -> None:
+def _lookup(trained: TrainedTables, ids: torch.Tensor) -> None:
     trained.table.lookup(ids)
 
 
-def _lookup_levels(trained: Trained, ids: torch.Tensor) -> None:
+def _lookup_levels(trained: TrainedTables, ids: torch.Tensor) -> None:
     trained.levels.lookup(ids)
 
 
-def _insert(trained: Trained, ids: torch.Tensor) -> None:
+def _insert(trained: TrainedTables, ids: torch.Tensor) -> None:
     trained.table.insert(ids, torch.full((len(ids), 4), 2.0))
 
 
-def _insert_levels(trained: Trained, ids: torch.Tensor) -> None:
+def _insert_levels(trained: TrainedTables, ids: torch.Tensor) -> None:
     trained.levels.insert(ids, torch.full((len(ids), 4), 2.0))
 
 
-def _remove(trained: Trained, ids: torch.Tensor) -> None:
+def _remove(trained: TrainedTables, ids: torch.Tensor) -> None:
     trained.table.remove(ids - 6)
 
 
-def _remove_levels(trained: Trained, ids: torch.Tensor) -> None:
+def _remove_levels(trained: TrainedTables, ids: torch.Tensor) -> None:
     trained.levels.remove(ids - 6)
 
 
-def _prefetch(trained: Trained, ids: torch.Tensor) -> None:
+def _prefetch(trained: TrainedTables, ids: torch.Tensor) -> None:
     trained.levels.prefetch(ids - 8)
 
 
-def _rows(trained: Trained, ids: torch.Tensor) -> None:
+def _rows(trained: TrainedTables, ids: torch.Tensor) -> None:
     with trained.table.rows(ids - 6) as rows:
         rows.embedding += 1.0
         rows["sum"] += 1.0
 
 
-def _update_levels(trained: Trained, ids: torch.Tensor) -> None:
+def _update_levels(trained: TrainedTables, ids: torch.Tensor) -> None:
     def write(rows: Any) -> None:
         rows.embedding += 1.0
         rows["sum"] += 1.0
@@ -86,7 +86,7 @@ USES = [
 
 
 @pytest.mark.parametrize("use", USES)
-def test_uses_of_tables(world: World, use: Callable[[Trained, torch.Tensor], None]) -> None:
+def test_uses_of_tables(world: SaverAndReference, use: Callable[[TrainedTables, torch.Tensor], None]) -> None:
     ids = torch.empty(0)
     before: Any = None
 
@@ -131,7 +131,7 @@ def test_admission(use: Callable[[MultiLevelTable, torch.Tensor], object]) -> No
     interrupt_at(SOME, prepare, check)
 
 
-def test_step_of_an_optimizer(world: World) -> None:
+def test_step_of_an_optimizer(world: SaverAndReference) -> None:
     before: Any = None
 
     def prepare() -> Callable[[], None]:
@@ -156,33 +156,33 @@ def test_step_of_an_optimizer(world: World) -> None:
 # -- saves -------------------------------------------------------------------------------------------------------------
 
 
-def _save_async(world: World) -> None:
+def _save_async(world: SaverAndReference) -> None:
     world.saver.save_async(world.next_step()).result(DEADLINE_S)
 
 
-def _save_delta(world: World) -> None:
+def _save_delta(world: SaverAndReference) -> None:
     world.saver.save_async(world.next_step(), kind="delta").result(DEADLINE_S)
 
 
-def _save_blocking(world: World) -> None:
+def _save_blocking(world: SaverAndReference) -> None:
     world.saver.save(world.next_step())
 
 
-def _prepare(world: World) -> None:
+def _prepare(world: SaverAndReference) -> None:
     world.saver.prepare().result(DEADLINE_S)
 
 
-def _compact(world: World) -> None:
+def _compact(world: SaverAndReference) -> None:
     world.saver.compact().result(DEADLINE_S)
 
 
-def _close_and_open(world: World) -> None:
+def _close_and_open(world: SaverAndReference) -> None:
     world.saver.close()
     world.saver = world.new_saver()
 
 
 @pytest.mark.parametrize("use", [_save_async, _save_delta, _save_blocking, _prepare, _compact, _close_and_open])
-def test_calls_of_a_saver(world: World, use: Callable[[World], None]) -> None:
+def test_calls_of_a_saver(world: SaverAndReference, use: Callable[[SaverAndReference], None]) -> None:
     def prepare() -> Callable[[], None]:
         world.train()
         if use is _compact:
@@ -217,7 +217,7 @@ def _load_async(loader: asyncckpt.Loader) -> None:
 
 
 @pytest.mark.parametrize("use", [_load, _load_async])
-def test_loads(world: World, use: Callable[[asyncckpt.Loader], None]) -> None:
+def test_loads(world: SaverAndReference, use: Callable[[asyncckpt.Loader], None]) -> None:
     saved = world.own.rows()
     loader = asyncckpt.Loader(str(world.path), world.own.tables, world.own.tensors)
 

@@ -18,15 +18,12 @@ from asyncckpt.snapshot import table_capture
 from tests.interrupts.places import SOME, interrupt_at
 from tests.interrupts.world import DEADLINE_S, check_nothing_is_held
 from tests.steps.gate import watch_short
+from tests.worlds.gates import nothing
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 
 
 PLACES_MAX = 150  # Most are torch's.
-
-
-def nothing(*_: object, **__: object) -> None:
-    """The background copies nothing before its save has waited for long."""
 
 
 @pytest.mark.parametrize("is_left_to_the_step", [True, False])

@@ -19,6 +19,7 @@ from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.tables.optim import SparseAdagrad
+from tests.worlds.rows import table_image
 
 DEADLINE_S = 30.0
 DIM = 4
@@ -27,7 +28,7 @@ VALUES_KEPT = 2 * KEPT + 16  # Between two looks at what is there, a slow machin
 FEW_IDS = 200
 
 
-class Trained:
+class TrainedTables:
     """Two tables with their modules and optimizer, and dense tensors. Equal calls make equal states."""
 
     def __init__(self) -> None:
@@ -48,30 +49,19 @@ class Trained:
 
     def rows(self) -> dict[str, dict[int, bytes]]:
         """Return what the tables hold, by id."""
-        return {name: rows_of(table) for name, table in self.tables.items()}
+        return {name: table_image(table) for name, table in self.tables.items()}
 
     def values(self) -> tuple[object, ...]:
         """Return what tables and tensors hold, to be compared."""
         return self.rows(), self.tensors["w"].tolist(), self.tensors["b"].tolist()
 
 
-def rows_of(table: Any) -> dict[int, bytes]:
-    ids = table.ids()
-    if isinstance(table, asyncckpt.MultiLevelTable):
-        columns = list(table.read(ids).values())
-    else:
-        rows = table.lookup(ids, insert=False)
-        columns = [column[rows] for column in (table.embedding, table.slot("sum"))]
-    values = [column.reshape(len(ids), -1).contiguous().numpy() for column in columns]
-    return {id: b"".join(value[at].tobytes() for value in values) for at, id in enumerate(ids.tolist())}
-
-
-class World:
+class SaverAndReference:
     """A Saver, what it saves, and the reference."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.own, self.reference = Trained(), Trained()
+        self.own, self.reference = TrainedTables(), TrainedTables()
         self.saver = self.new_saver()
         self.futures: list[CheckpointFuture[Any]] = []  # What a call waited for.
         self.steps = 0
@@ -121,7 +111,7 @@ class World:
 
     def load(self) -> int:
         """Load the newest checkpoint, check that it has what was saved, and return its step."""
-        loaded = Trained()
+        loaded = TrainedTables()
         loaded.tensors = {"w": torch.zeros(3, 4), "b": torch.zeros(2, 5), "n": 0}
         step = asyncckpt.Loader(str(self.path), loaded.tables, loaded.tensors).load().step
         assert loaded.values() == self.values_at[step], f"step {step} has other values than were saved"

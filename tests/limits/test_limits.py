@@ -20,14 +20,14 @@ import asyncckpt.plan.image
 from asyncckpt.errors import CheckpointError, CorruptError
 from asyncckpt.format import limits
 from asyncckpt.model.sharded import Piece, Sharded
-from tests.limits.writers import WRITERS, InBackground, State, Writer, leaves_of
+from tests.limits.writers import WRITERS, InBackground, LimitWriter, State, leaves_of
 from tests.shares import share_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 
 @dataclass(frozen=True)
-class Case:
+class LimitCase:
     """States of sizes around a limit. names: what a refusal says; in_call: a Saver refuses in the call itself."""
 
     name: str
@@ -58,22 +58,22 @@ IN_CALL = ("async", "first touch")
 STRATEGIES = ("strategies", "remove")
 NO_PIECES = (*DCP, *STRATEGIES)  # They take whole tensors, or pieces of another kind.
 CASES = [
-    Case("dimensions", lambda n: {"wide": torch.ones([1] * n)}, range(62, 68), names="wide"),
-    Case(
+    LimitCase("dimensions", lambda n: {"wide": torch.ones([1] * n)}, range(62, 68), names="wide"),
+    LimitCase(
         "dimensions of pairs",
         lambda n: {"wide": torch.full([1] * n, 1j, dtype=torch.complex128)},
         range(61, 67),
         names="wide",
     ),
-    Case("array bytes", lambda n: {"wide": torch.empty((0, 2**61 + n))}, range(-2, 3), names="wide"),
-    Case(
+    LimitCase("array bytes", lambda n: {"wide": torch.empty((0, 2**61 + n))}, range(-2, 3), names="wide"),
+    LimitCase(
         "values",
         lambda n: {"x": torch.ones(2), "v": {f"v{number}": number for number in range(n)}},
         [14, 15, 18, 19, 20, 21, 22, 30],
         {"VALUES_MAX": 20},
         names="v",
     ),
-    Case(
+    LimitCase(
         "bytes of the manifest",
         lambda n: {"x": torch.ones(2), "v": "x" * n},
         [*range(1_000, 9_000, 1_500), 20_000],
@@ -81,7 +81,7 @@ CASES = [
         names="manifest",
         in_call=False,
     ),
-    Case(
+    LimitCase(
         "one text over the bytes of the manifest",
         lambda n: {"x": torch.ones(2), "v": "x" * n},
         [100, 20_000],
@@ -89,42 +89,42 @@ CASES = [
         names="v",
         skipped=(*DCP, *STRATEGIES),
     ),
-    Case(
+    LimitCase(
         "bytes of a header", lambda n: tensors(n, "n" * 500), range(4, 22, 3), {"HEADER_BYTES_MAX": 8192}, names="nnn"
     ),
-    Case("arrays of a header", tensors, range(4, 14), {"HEADER_ARRAYS_MAX": 9}),
-    Case("blocks", tensors, range(4, 14), {"BLOCKS_MAX": 9}),
-    Case("files", tensors, range(1, 8), {"FILES_MAX": 4}),
-    Case("depth of the tree", nested, [60, 63, 64, 65, 254, 255, 256, 257, 258], names="deep"),
-    Case("depth of the tree, lowered", nested, range(4, 16), {"TREE_DEPTH_MAX": 9}),
-    Case(
+    LimitCase("arrays of a header", tensors, range(4, 14), {"HEADER_ARRAYS_MAX": 9}),
+    LimitCase("blocks", tensors, range(4, 14), {"BLOCKS_MAX": 9}),
+    LimitCase("files", tensors, range(1, 8), {"FILES_MAX": 4}),
+    LimitCase("depth of the tree", nested, [60, 63, 64, 65, 254, 255, 256, 257, 258], names="deep"),
+    LimitCase("depth of the tree, lowered", nested, range(4, 16), {"TREE_DEPTH_MAX": 9}),
+    LimitCase(
         "depth of values",
         lambda n: {"x": torch.ones(2), "v": in_tuples("text", n)},
         range(5, 10),
         {"VALUE_DEPTH_MAX": 7},
         skipped=("async", "blocking", "filter_func", "row filters", "first touch", "delta", "compaction", *STRATEGIES),
     ),
-    Case(
+    LimitCase(
         "bits of keys",
         lambda n: {"keys": {2**n: torch.ones(1)}},
         [12_990, 12_999, 13_000, 13_010, 20_000],
         skipped=(*DCP, *STRATEGIES),
         names="keys",
     ),
-    Case(
+    LimitCase(
         "unicode of keys",
         lambda n: {"keys": {chr(0xD800 + n): 1, "other": torch.ones(1)}},
         [-1, 0],
         skipped=STRATEGIES,
     ),
-    Case(
+    LimitCase(
         "NaN as a key",
         lambda n: {"keys": {[0.5, math.nan][n]: torch.ones(1)}},
         [0, 1],
         skipped=(*DCP, *STRATEGIES),
         names="keys",
     ),
-    Case(
+    LimitCase(
         "coverage",
         lambda n: {"cut": cut_up(n)},
         range(10, 60, 7),
@@ -132,7 +132,7 @@ CASES = [
         names="cut",
         skipped=NO_PIECES,
     ),
-    Case("pieces that overlap", lambda n: {"cut": cut_up(4, shift=n)}, [0, 1], names="cut", skipped=NO_PIECES),
+    LimitCase("pieces that overlap", lambda n: {"cut": cut_up(4, shift=n)}, [0, 1], names="cut", skipped=NO_PIECES),
 ]
 
 
@@ -165,7 +165,7 @@ def whole_of(state: State) -> State:
     return made
 
 
-def tried(case: Case, writer: Writer, folder: Path, size: int) -> bool:
+def tried(case: LimitCase, writer: LimitWriter, folder: Path, size: int) -> bool:
     """Whether a state of this size was acknowledged; then it is verified and loaded, else there is nothing of it."""
     state = case.make(size)
     root = folder / writer.root
@@ -184,7 +184,7 @@ def tried(case: Case, writer: Writer, folder: Path, size: int) -> bool:
     return True
 
 
-def error_of(writer: Writer, folder: Path, state: State) -> BaseException | None:
+def error_of(writer: LimitWriter, folder: Path, state: State) -> BaseException | None:
     try:
         writer.save(folder, state)
     except BaseException as error:
@@ -222,7 +222,7 @@ def pairs() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("case", "writer"), share_of(pairs(), "pairs", by=lambda pair: pair.values[0].name))
 def test_acknowledged_means_readable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case, writer: Writer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: LimitCase, writer: LimitWriter
 ) -> None:
     for name, value in case.lowered.items():
         monkeypatch.setattr(limits, name, value)

@@ -16,7 +16,7 @@ from asyncckpt.format import limits
 from asyncckpt.format.names import Attempt, shard_name, shard_path, split_shard_path
 from asyncckpt.strategies import ShardedLoad, ShardedSave
 from asyncckpt.strategies.mapping import ShardedTensor
-from tests.limits.test_limits import CASES, Case, check_nothing_left, steps_of, tried
+from tests.limits.test_limits import CASES, LimitCase, check_nothing_left, steps_of, tried
 from tests.limits.two_ranks import save_with_two_ranks
 from tests.limits.writers import WRITERS, every_row, table
 
@@ -174,7 +174,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 # -- the control -------------------------------------------------------------------------------------------------------
 
 
-def by_name(name: str) -> Case:
+def by_name(name: str) -> LimitCase:
     return next(case for case in CASES if case.name == name)
 
 

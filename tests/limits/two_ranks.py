@@ -8,7 +8,7 @@ from pathlib import Path
 import asyncckpt
 from asyncckpt.errors import CheckpointError, CorruptError
 from asyncckpt.format import limits
-from tests.limits.test_limits import CASES, Case, check_loaded, check_nothing_left, steps_of
+from tests.limits.test_limits import CASES, LimitCase, check_loaded, check_nothing_left, steps_of
 from tests.limits.writers import leaves_of, load_state
 from tests.ranks.forked import await_end, start
 
@@ -16,7 +16,7 @@ NAMES = ("dimensions", "values", "blocks", "bytes of the manifest")
 WAIT_S_MAX = 120.0
 
 
-def chosen() -> list[tuple[Case, int]]:
+def chosen() -> list[tuple[LimitCase, int]]:
     return [(case, size) for case in CASES if case.name in NAMES for size in (case.sizes[0], case.sizes[-1])]
 
 

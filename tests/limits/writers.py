@@ -35,7 +35,7 @@ class InBackground(Exception):
 
 
 @dataclass(frozen=True)
-class Writer:
+class LimitWriter:
     """save(folder, state) as a step, in the folder's `root`; load(folder, state) returns what is there of it."""
 
     name: str
@@ -194,19 +194,21 @@ def load_strategy(folder: Path, state: State) -> State:
 
 
 WRITERS = [
-    Writer("async", saving(), load_state),
-    Writer("blocking", save_blocking, load_state),
-    Writer("filter_func", saving(filter_func=as_it_is, tables={"table": table}), load_state),
-    Writer("row filters", saving(filters=[filters.keep_rows("table", every_row)], tables={"table": table}), load_state),
-    Writer(
+    LimitWriter("async", saving(), load_state),
+    LimitWriter("blocking", save_blocking, load_state),
+    LimitWriter("filter_func", saving(filter_func=as_it_is, tables={"table": table}), load_state),
+    LimitWriter(
+        "row filters", saving(filters=[filters.keep_rows("table", every_row)], tables={"table": table}), load_state
+    ),
+    LimitWriter(
         "first touch",
         saving(device=FIRST_TOUCH, tables={"table": levels}),
         load_state,
     ),
-    Writer("delta", save_delta, load_state),
-    Writer("compaction", compacted, load_state),
-    Writer("dcp", save_dcp, load_dcp),
-    Writer("dcp staged", stage_dcp, load_dcp),
-    Writer("strategies", save_strategy, load_strategy, root="sharded", step=0),
-    Writer("remove", removed, load_strategy, root="sharded", step=0),
+    LimitWriter("delta", save_delta, load_state),
+    LimitWriter("compaction", compacted, load_state),
+    LimitWriter("dcp", save_dcp, load_dcp),
+    LimitWriter("dcp staged", stage_dcp, load_dcp),
+    LimitWriter("strategies", save_strategy, load_strategy, root="sharded", step=0),
+    LimitWriter("remove", removed, load_strategy, root="sharded", step=0),
 ]

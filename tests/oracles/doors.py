@@ -19,11 +19,12 @@ import torch.distributed.checkpoint as dcp
 import asyncckpt
 import asyncckpt.dcp
 from asyncckpt.formats import torch_file
-from tests.oracles.runs import Run, give, state_dicts
+from tests.oracles.runs import RandomLoop, give, state_dicts
+from tests.worlds.saves import save_one
 
 FAST: Any = {"durability": "none"}
-Save = Callable[[Run, Path], None]
-Load = Callable[[Path, Run], None]
+Save = Callable[[RandomLoop, Path], None]
+Load = Callable[[Path, RandomLoop], None]
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,15 @@ class Door:
 # -- torch's own -------------------------------------------------------------------------------------------------------
 
 
-def save_file(run: Run, path: Path) -> None:
+def save_file(run: RandomLoop, path: Path) -> None:
     torch.save(state_dicts(run.state), path / "state.pt")
 
 
-def load_file(path: Path, run: Run) -> None:
+def load_file(path: Path, run: RandomLoop) -> None:
     give(run.state, torch.load(path / "state.pt", weights_only=False))
 
 
-def load_file_exactly(path: Path, run: Run) -> None:
+def load_file_exactly(path: Path, run: RandomLoop) -> None:
     """As torch does it, but that states of optimizers keep the dtype that they had, as in a run that goes on."""
     load_file(path, run)
     stored = torch.load(path / "state.pt", weights_only=False)
@@ -93,15 +94,15 @@ def _kept(found: Any, stored: Any) -> Any:
     return found
 
 
-def save_dcp(run: Run, path: Path) -> None:
+def save_dcp(run: RandomLoop, path: Path) -> None:
     dcp.save(state_dicts(run.state), storage_writer=dcp.FileSystemWriter(path / "dcp"))
 
 
-def load_dcp(path: Path, run: Run) -> None:
+def load_dcp(path: Path, run: RandomLoop) -> None:
     _through_dcp(run, dcp.FileSystemReader(path / "dcp"))
 
 
-def _through_dcp(run: Run, reader: Any) -> None:
+def _through_dcp(run: RandomLoop, reader: Any) -> None:
     state = copy.deepcopy(state_dicts(run.state))
     dcp.load(state, storage_reader=reader)
     give(run.state, state)
@@ -110,7 +111,7 @@ def _through_dcp(run: Run, reader: Any) -> None:
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def save_async(run: Run, path: Path) -> None:
+def save_async(run: RandomLoop, path: Path) -> None:
     """Training goes on before the save is durable."""
     with asyncckpt.Saver(path=path / "run", tensors=run.state, **FAST) as saver:
         future = saver.save_async(run.step)
@@ -118,31 +119,29 @@ def save_async(run: Run, path: Path) -> None:
         future.result(60)
 
 
-def save_now(run: Run, path: Path) -> None:
-    with asyncckpt.Saver(path=path / "run", tensors=run.state, **FAST) as saver:
-        saver.save(run.step)
+def save_now(run: RandomLoop, path: Path) -> None:
+    save_one(path / "run", run.step, tensors=run.state, **FAST)
 
 
-def save_in_small_memory(run: Run, path: Path) -> None:
+def save_in_small_memory(run: RandomLoop, path: Path) -> None:
     """What does not fit goes straight from the tensors into files."""
-    with asyncckpt.Saver(path=path / "run", tensors=run.state, host_memory_limit=0, **FAST) as saver:
-        saver.save_async(run.step).result(60)
+    save_one(path / "run", run.step, staged=True, tensors=run.state, host_memory_limit=0, **FAST)
 
 
-def save_as_dict(run: Run, path: Path) -> None:
+def save_as_dict(run: RandomLoop, path: Path) -> None:
     asyncckpt.save(path / "run", run.state, **FAST)
 
 
-def save_state_dicts(run: Run, path: Path) -> None:
+def save_state_dicts(run: RandomLoop, path: Path) -> None:
     asyncckpt.save(path / "run", state_dicts(run.state), **FAST)
 
 
-def save_by_checkpointer(run: Run, path: Path) -> None:
+def save_by_checkpointer(run: RandomLoop, path: Path) -> None:
     with asyncckpt.Checkpointer(path / "run", every=1, options=FAST, **run.state) as checkpoints:
         checkpoints.step(run.step)
 
 
-def save_periodically(run: Run, path: Path) -> None:
+def save_periodically(run: RandomLoop, path: Path) -> None:
     with (
         asyncckpt.Saver(path=path / "run", tensors=run.state, **FAST) as saver,
         asyncckpt.PeriodicSaver(saver, every_steps=math.inf) as periodic,
@@ -150,17 +149,17 @@ def save_periodically(run: Run, path: Path) -> None:
         periodic.step(run.step, save=True)
 
 
-def save_by_dcp(run: Run, path: Path) -> None:
+def save_by_dcp(run: RandomLoop, path: Path) -> None:
     dcp.save(state_dicts(run.state), storage_writer=asyncckpt.dcp.StorageWriter(path / "run", **FAST))
 
 
-def save_async_by_dcp(run: Run, path: Path) -> None:
+def save_async_by_dcp(run: RandomLoop, path: Path) -> None:
     writer = asyncckpt.dcp.StorageWriter(path / "run", **FAST)
     saved: Any = dcp.async_save(state_dicts(run.state), storage_writer=writer)
     getattr(saved, "upload_completion", saved).result(60)
 
 
-def save_often_and_compact(run: Run, path: Path) -> None:
+def save_often_and_compact(run: RandomLoop, path: Path) -> None:
     """The same Saver has saved an earlier step, and this one as a delta of it."""
     with asyncckpt.Saver(path=path / "run", tensors=run.state, deltas=asyncckpt.DeltaPolicy(), **FAST) as saver:
         saver.save_async(run.step).result(60)
@@ -170,39 +169,39 @@ def save_often_and_compact(run: Run, path: Path) -> None:
     asyncckpt.compact(path / "run")
 
 
-def save_file_and_import(run: Run, path: Path) -> None:
+def save_file_and_import(run: RandomLoop, path: Path) -> None:
     save_file(run, path)
     torch_file.import_checkpoint(path / "state.pt", path / "run", **FAST)
 
 
-def save_dcp_and_import(run: Run, path: Path) -> None:
+def save_dcp_and_import(run: RandomLoop, path: Path) -> None:
     save_dcp(run, path)
     asyncckpt.dcp.import_checkpoint(path / "dcp", path / "run", **FAST)
 
 
-def load_in_place(path: Path, run: Run) -> None:
+def load_in_place(path: Path, run: RandomLoop) -> None:
     asyncckpt.Loader(path / "run", tensors=run.state).load()
 
 
-def load_verified(path: Path, run: Run) -> None:
+def load_verified(path: Path, run: RandomLoop) -> None:
     asyncckpt.Loader(path / "run", tensors=run.state, verify="before").load_async().result(60)
 
 
-def load_as_dict(path: Path, run: Run) -> None:
+def load_as_dict(path: Path, run: RandomLoop) -> None:
     give(run.state, asyncckpt.load(path / "run"))
 
 
-def load_by_checkpointer(path: Path, run: Run) -> None:
+def load_by_checkpointer(path: Path, run: RandomLoop) -> None:
     with asyncckpt.Checkpointer(path / "run", every=math.inf, options=FAST, **run.state) as checkpoints:
         checkpoints.restore()
 
 
-def load_twice(path: Path, run: Run) -> None:
+def load_twice(path: Path, run: RandomLoop) -> None:
     """Load into a run between, save that, and load what it has saved."""
     try:
-        between = Run(run.case, 3, is_wrapped=not run.is_wrapped, grown=run.grown)
+        between = RandomLoop(run.case, 3, is_wrapped=not run.is_wrapped, grown=run.grown)
     except RuntimeError:  # Torch compiles no scripted module.
-        between = Run(run.case, 3, is_wrapped=run.is_wrapped, grown=run.grown)
+        between = RandomLoop(run.case, 3, is_wrapped=run.is_wrapped, grown=run.grown)
     with between.in_its_world():
         load_by_checkpointer(path, between)
         save_by_checkpointer(between, path / "again")
@@ -211,16 +210,16 @@ def load_twice(path: Path, run: Run) -> None:
         load_by_checkpointer(path / "again", run)
 
 
-def load_exported(path: Path, run: Run) -> None:
+def load_exported(path: Path, run: RandomLoop) -> None:
     torch_file.export_checkpoint(path / "run", path / "out.pt", **FAST)
     give(run.state, torch.load(path / "out.pt", weights_only=True))
 
 
-def load_by_dcp(path: Path, run: Run) -> None:
+def load_by_dcp(path: Path, run: RandomLoop) -> None:
     _through_dcp(run, asyncckpt.dcp.StorageReader(path / "run"))
 
 
-def load_exported_dcp(path: Path, run: Run) -> None:
+def load_exported_dcp(path: Path, run: RandomLoop) -> None:
     asyncckpt.dcp.export_checkpoint(path / "run", path / "dcp_out")
     _through_dcp(run, dcp.FileSystemReader(path / "dcp_out"))
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from asyncckpt.trainer_state import RngState
-from tests.end_to_end.trees import raw
 from tests.oracles.modules import MODULES, WIDTH
-from tests.oracles.training import OPTIMIZERS, SCHEDULERS, VALUES, Held, Trainer
+from tests.oracles.training import OPTIMIZERS, SCHEDULERS, VALUES, Held, HoldingTrainer
+from tests.worlds.bits import raw_of
 
 ROWS, GROWS_AT = 4, 2
 
@@ -54,14 +54,14 @@ PIECES = (
 
 
 @dataclass(frozen=True)
-class Case:
+class RunCase:
     """What a run is made of. steps: how many were trained before the save."""
 
     pieces: tuple[str, ...]
     steps: int = 3
 
     @classmethod
-    def drawn(cls, seed: int, pieces: tuple[str, ...] = PIECES) -> Case:
+    def drawn(cls, seed: int, pieces: tuple[str, ...] = PIECES) -> RunCase:
         draw = random.Random(seed)
         chosen: list[str] = []
         for kind, most in COUNTS.items():
@@ -76,10 +76,10 @@ class Case:
         return piece in self.pieces
 
 
-class Model(nn.Module):
+class CaseModules(nn.Module):
     """The modules of a case, one after the other."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: RunCase) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.body = nn.ModuleList()
@@ -103,10 +103,10 @@ class Model(nn.Module):
 
 
 @dataclass
-class Run:
+class RandomLoop:
     """A loop in its own world of random numbers. state: what is saved; objects of it are found in `objects` too."""
 
-    case: Case
+    case: RunCase
     numbers: int
     is_wrapped: bool = False
     grown: bool = False
@@ -123,7 +123,7 @@ class Run:
         torch.manual_seed(self.numbers)
         np.random.seed(self.numbers)
         random.seed(self.numbers)
-        self.plain = Model(self.case)
+        self.plain = CaseModules(self.case)
         self.optimizers = self._optimizers()
         # Schedulers of torch do not know groups that come later.
         steady = [one for index, one in enumerate(self.optimizers) if index != self.grows]
@@ -214,7 +214,7 @@ class Run:
         if case.has("object:second_model"):
             self.objects["second"] = self.model
         if case.has("object:trainer"):
-            self.trainer = Trainer(MODULES["nested"](random.Random(0)))
+            self.trainer = HoldingTrainer(MODULES["nested"](random.Random(0)))
             self.objects["trainer"] = self.trainer
         if case.has("object:aliased"):
             base = torch.arange(6.0)
@@ -359,7 +359,7 @@ def image(value: Any) -> Any:
         return "lazy"
     if isinstance(value, torch.Tensor):
         value = value.detach()
-        bits = raw(value) if value.layout is torch.strided and not value.is_quantized else repr(value)
+        bits = raw_of(value) if value.layout is torch.strided and not value.is_quantized else repr(value)
         return "tensor", str(value.dtype), tuple(value.shape), bits
     if isinstance(value, (np.ndarray, np.generic)):
         return type(value).__name__, value.dtype.str, value.shape, value.tobytes()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.oracles.runs import PIECES, Case
+from tests.oracles.runs import PIECES, RunCase
 from tests.oracles.tryout import NoCase, smaller, try_case
 from tests.shares import share_of
 
@@ -61,7 +61,7 @@ REFUSED = {
 DRAWN = tuple(piece for piece in PIECES if piece not in PLAINER and REFUSED.get(piece) != "")
 
 
-def wrong(case: Case, **how: Any) -> dict[str, list[str]]:
+def wrong(case: RunCase, **how: Any) -> dict[str, list[str]]:
     """Return by doors what is wrong: what differs, and what is refused without need."""
     tried = try_case(case, **how)
     rounds = re.compile("") if ROUNDED.intersection(case.pieces) else ROUNDS
@@ -74,7 +74,7 @@ def wrong(case: Case, **how: Any) -> dict[str, list[str]]:
     return {door: what for door, what in found.items() if not any(re.search(pattern, door) for pattern in limited)}
 
 
-def told(case: Case, found: dict[str, list[str]]) -> str:
+def told(case: RunCase, found: dict[str, list[str]]) -> str:
     first = next(iter(found))
     lines = [f"{door}: {'; '.join(what[:3])}" for door, what in found.items()]
     return "\n".join([f"{case}; as small as {smaller(case, first)}", *lines])
@@ -82,18 +82,18 @@ def told(case: Case, found: dict[str, list[str]]) -> str:
 
 @pytest.mark.parametrize("piece", share_of(PIECES, "oracles", every=1 if IS_WHOLE else 200))
 def test_each_piece_alone_comes_back_as_from_torch(piece: str) -> None:
-    found = wrong(Case((piece,)))
+    found = wrong(RunCase((piece,)))
     if piece in PLAINER:
         assert found, f"{piece} comes back now: take its line away"
     else:
-        assert not found, told(Case((piece,)), found)
+        assert not found, told(RunCase((piece,)), found)
 
 
 @pytest.mark.parametrize("number", range(CASES))
 def test_mixtures_come_back_as_from_torch(number: int) -> None:
     seeds = [SEED * 1_000_003 + number + (draw << 40) for draw in range(DRAWS_MAX)]
     for seed in seeds:
-        case, wrapped = Case.drawn(seed, DRAWN), (bool(seed & 1), bool(seed & 2))
+        case, wrapped = RunCase.drawn(seed, DRAWN), (bool(seed & 1), bool(seed & 2))
         try:
             found = wrong(case, is_wrapped=wrapped)
         except NoCase as error:

@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler as schedules
 Params = Any
 
 
-class Masters(optim.Optimizer):
+class WholeMasters(optim.Optimizer):
     """Keeps whole-precision copies of its parameters, and moments of other dtypes than theirs."""
 
     def __init__(self, params: Params) -> None:
@@ -151,7 +151,7 @@ def is_plain(param: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Kind:
+class Maker:
     """How an optimizer is made, and which parameters it takes. is_whole: of all groups one, by itself."""
 
     make: Callable[[Params], optim.Optimizer]
@@ -160,17 +160,17 @@ class Kind:
     is_whole: bool = False
 
 
-def kind(make: Any, takes: Callable[[torch.Tensor], bool] = is_real, **options: Any) -> Kind:
-    return Kind(lambda params: make(params, **options), takes)
+def kind(make: Any, takes: Callable[[torch.Tensor], bool] = is_real, **options: Any) -> Maker:
+    return Maker(lambda params: make(params, **options), takes)
 
 
-OPTIMIZERS: dict[str, Kind] = {
-    "sgd": Kind(lambda params: optim.SGD(params, lr=0.05), anything, takes_sparse=True),
+OPTIMIZERS: dict[str, Maker] = {
+    "sgd": Maker(lambda params: optim.SGD(params, lr=0.05), anything, takes_sparse=True),
     "momentum": kind(optim.SGD, anything, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "sgd_fused": kind(optim.SGD, lr=0.05, momentum=0.9, fused=True),
     "adam": kind(optim.Adam, anything, lr=0.02, foreach=False),
     "adam_maximize": kind(optim.Adam, anything, lr=0.002, maximize=True, amsgrad=True),
-    "adam_tensor_lr": Kind(lambda params: optim.Adam(params, lr=torch.tensor(0.02), foreach=False)),
+    "adam_tensor_lr": Maker(lambda params: optim.Adam(params, lr=torch.tensor(0.02), foreach=False)),
     "adamw_foreach": kind(optim.AdamW, anything, lr=0.02, foreach=True, amsgrad=True),
     "adamw_fused": kind(optim.AdamW, lr=0.02, fused=True),
     "adagrad": kind(optim.Adagrad, anything, lr=0.05, initial_accumulator_value=0.1),
@@ -181,13 +181,13 @@ OPTIMIZERS: dict[str, Kind] = {
     "radam": kind(optim.RAdam, anything, lr=0.02),
     "asgd": kind(optim.ASGD, lr=0.02, t0=2),
     "rprop": kind(optim.Rprop, lr=0.01),
-    "lbfgs": Kind(lambda params: optim.LBFGS(params, lr=0.1, max_iter=2, history_size=3), is_plain, is_whole=True),
-    "sparse_adam": Kind(lambda params: optim.SparseAdam(params, lr=0.02), lambda param: False, takes_sparse=True),
+    "lbfgs": Maker(lambda params: optim.LBFGS(params, lr=0.1, max_iter=2, history_size=3), is_plain, is_whole=True),
+    "sparse_adam": Maker(lambda params: optim.SparseAdam(params, lr=0.02), lambda param: False, takes_sparse=True),
     "adafactor": kind(optim.Adafactor, lr=0.02),
-    "masters": kind(Masters),
+    "masters": kind(WholeMasters),
     "odd_states": kind(OddStates),
     "aliasing": kind(Aliasing),
-    "slow": Kind(Slow, is_whole=True),
+    "slow": Maker(Slow, is_whole=True),
     "hooked": kind(hooked),
 }
 if hasattr(optim, "Muon"):
@@ -259,7 +259,7 @@ class Held:
         self.value = state["value"]
 
 
-class Trainer:
+class HoldingTrainer:
     """Holds a module and its optimizer, and gives their state dicts below its own."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -306,7 +306,7 @@ class Text(str):
 
 
 @dataclass
-class Record:
+class Numbered:
     number: int
     items: list[int]
 
@@ -359,7 +359,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "path": lambda: pathlib.PurePosixPath("/a/b"),
     "date": lambda: datetime.date(2026, 11, 28),
     "decimal": lambda: decimal.Decimal("0.1"),
-    "record": lambda: Record(1, [2]),
+    "record": lambda: Numbered(1, [2]),
     "function": lambda: halves,
     "module_object": lambda: nn.Linear(2, 2),
     "tuple_keys": lambda: {(1, "a"): 2},

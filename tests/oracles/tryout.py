@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncckpt.errors import CheckpointError
 from tests.oracles.doors import DOORS, TORCH_DCP, TORCH_SAVE, TORCH_SAVE_EXACT, Door
-from tests.oracles.runs import GROWS_AT, LOADED, SAVED, Case, Run, differences, image
+from tests.oracles.runs import GROWS_AT, LOADED, SAVED, RandomLoop, RunCase, differences, image
 
 STEPS_AFTER = 20
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WayOutcome:
     """What came of a way. error: of the save or the load. changed: where a refused load has changed its targets.
 
     begun, ended: images of the loaded run, right after the load and after further steps; losses of these.
@@ -48,7 +48,7 @@ class Outcome:
             return cause
         return self.error
 
-    def against(self, wanted: Outcome) -> list[str]:
+    def against(self, wanted: WayOutcome) -> list[str]:
         """Return what differs; nothing for a refusal in time that has left no trace."""
         if self.error is not None:
             if self.is_refusal:
@@ -61,11 +61,11 @@ class Outcome:
         return []
 
 
-def go_through(case: Case, door: Door, *, is_wrapped: tuple[bool, bool]) -> Outcome:
+def go_through(case: RunCase, door: Door, *, is_wrapped: tuple[bool, bool]) -> WayOutcome:
     """Save a run, load it into a new one, and train that."""
     saves_wrapped, loads_wrapped = (one and may for one, may in zip(is_wrapped, door.may_wrap, strict=True))
     grown = case.steps >= GROWS_AT and not door.needs_twin
-    target = Run(case, LOADED, grown=grown, is_wrapped=loads_wrapped, has_form=door.needs_twin)
+    target = RandomLoop(case, LOADED, grown=grown, is_wrapped=loads_wrapped, has_form=door.needs_twin)
     if door.needs_twin:
         target.train(case.steps)
     elif case.has("change:used") and (grown or not case.has("change:grows")):
@@ -74,7 +74,7 @@ def go_through(case: Case, door: Door, *, is_wrapped: tuple[bool, bool]) -> Outc
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         try:
-            run = Run(case, SAVED, is_wrapped=saves_wrapped)
+            run = RandomLoop(case, SAVED, is_wrapped=saves_wrapped)
             early = min(door.early, case.steps)
             run.train(case.steps - early)
             with run.in_its_world():
@@ -84,22 +84,22 @@ def go_through(case: Case, door: Door, *, is_wrapped: tuple[bool, bool]) -> Outc
                 door.load(path, target)
         except (Exception, CheckpointException) as error:
             changed = () if before is None else differences(target.image(), before, "changed by a refused load")
-            return Outcome(error, tuple(changed))
+            return WayOutcome(error, tuple(changed))
     target.step, target.grown = case.steps, case.steps >= GROWS_AT
     begun = target.image()
     try:
         losses = image(target.train(STEPS_AFTER))
     except Exception as error:
-        return Outcome(error, ("in a step after the load",))
-    return Outcome(None, (), begun, target.image(), losses)
+        return WayOutcome(error, ("in a step after the load",))
+    return WayOutcome(None, (), begun, target.image(), losses)
 
 
-def uninterrupted(case: Case) -> Outcome:
-    run = Run(case, SAVED)
+def uninterrupted(case: RunCase) -> WayOutcome:
+    run = RandomLoop(case, SAVED)
     run.train(case.steps)
     begun = run.image()
     losses = image(run.train(STEPS_AFTER))
-    return Outcome(None, (), begun, run.image(), losses)
+    return WayOutcome(None, (), begun, run.image(), losses)
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,16 @@ class NoCase(Exception):
     """Torch itself cannot make, train or load what was drawn, so there is nothing to compare with."""
 
 
-def try_case(case: Case, doors: Mapping[str, Door] = DOORS, *, is_wrapped: tuple[bool, bool] = (True, True)) -> Tried:
+def try_case(
+    case: RunCase, doors: Mapping[str, Door] = DOORS, *, is_wrapped: tuple[bool, bool] = (True, True)
+) -> Tried:
     plain = (False, False)
     wanted = go_through(case, TORCH_SAVE_EXACT, is_wrapped=plain)
     if wanted.error is not None:
         raise NoCase(f"torch.save's own way fails: {case}") from wanted.error
     try:
         for wrapped in set(is_wrapped):
-            Run(case, SAVED, is_wrapped=wrapped)
+            RandomLoop(case, SAVED, is_wrapped=wrapped)
     except Exception as error:
         raise NoCase(f"torch does not wrap it: {case}") from error
     findings, refused = {}, {}
@@ -143,17 +145,17 @@ def try_case(case: Case, doors: Mapping[str, Door] = DOORS, *, is_wrapped: tuple
     return Tried(findings, refused, by_torch.against(wanted), by_dcp.against(wanted))
 
 
-def smaller(case: Case, door: str, **how: Any) -> Case:
+def smaller(case: RunCase, door: str, **how: Any) -> RunCase:
     """Take away pieces of a case as long as a door still differs."""
     pieces = list(case.pieces)
     for piece in case.pieces:
-        fewer = Case(tuple(one for one in pieces if one != piece), case.steps)
+        fewer = RunCase(tuple(one for one in pieces if one != piece), case.steps)
         try:
             if try_case(fewer, {door: DOORS[door]}, **how).findings:
                 pieces.remove(piece)
         except Exception:
             continue
-    return Case(tuple(pieces), case.steps)
+    return RunCase(tuple(pieces), case.steps)
 
 
 torch.set_num_threads(1)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.storage.directory import Directory
+from tests.worlds.storage_calls import before_each
 
 HELD_S_MAX = 60.0
 OPERATIONS = (
@@ -29,24 +28,12 @@ READS = ("version", "folder_version", "size", "open_file")  # Of files one by on
 Place = str | int | None
 
 
-@contextmanager
-def before_each_operation(hook: Callable[[], None], *, more: Sequence[str] = ()) -> Iterator[None]:
+def before_each_operation(hook: Callable[[], None], *, more: Sequence[str] = ()) -> AbstractContextManager[None]:
     """Call the hook before every operation of the storage, on the thread that makes it. more: operations to add."""
-
-    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(self: Directory, *arguments: Any, **options: Any) -> Any:
-            hook()
-            return plain(self, *arguments, **options)
-
-        return operation
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (*OPERATIONS, *more):
-            patch.setattr(Directory, name, wrapped(getattr(Directory, name)))
-        yield
+    return before_each(lambda _: hook(), (*OPERATIONS, *more))
 
 
-class Gate:
+class PlaceGate:
     """Holds the first thread that comes to a place, until `open`. None: nobody is held."""
 
     def __init__(self) -> None:
@@ -81,7 +68,7 @@ class Gate:
         self._hold(is_place)
 
     @contextmanager
-    def watching(self) -> Iterator[Gate]:
+    def watching(self) -> Iterator[PlaceGate]:
         """Come to the places of storage and fills."""
         run = ChainReader.run
 

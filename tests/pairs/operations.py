@@ -16,7 +16,7 @@ import asyncckpt.dcp
 from asyncckpt.errors import ConflictError, NotFoundError, SaveCancelledError, SaveInProgressError, UsageError
 from asyncckpt.strategies import ShardedLoad, ShardedSave
 from tests.pairs.gate import Place
-from tests.pairs.world import POLICY, WAIT_S_MAX, World
+from tests.pairs.world import POLICY, WAIT_S_MAX, TwoSides
 
 POLL_S = 0.005
 
@@ -31,7 +31,7 @@ class Operation:
     """
 
     name: str
-    run: Callable[[World, int], int | None]
+    run: Callable[[TwoSides, int], int | None]
     traits: frozenset[str]
     places: tuple[Place, ...]
     room: str
@@ -64,15 +64,15 @@ def may_raise(operation: Operation, other: Operation, error: BaseException, *, s
     )
 
 
-def save_async(world: World, side: int, **options: Any) -> int:
+def save_async(world: TwoSides, side: int, **options: Any) -> int:
     return world.saver(side).save_async(**options).result(WAIT_S_MAX).step
 
 
-def save(world: World, side: int) -> int:
+def save(world: TwoSides, side: int) -> int:
     return world.saver(side).save().step
 
 
-def cancel(world: World, side: int) -> int | None:
+def cancel(world: TwoSides, side: int) -> int | None:
     """A save that ends as cancelled, or has committed."""
     future = world.saver(side).save_async()
     future.cancel()
@@ -81,23 +81,23 @@ def cancel(world: World, side: int) -> int | None:
     return None
 
 
-def prune(world: World, side: int) -> int:
+def prune(world: TwoSides, side: int) -> int:
     saver = world.saver("pruner")
     step = saver.save_async(on_busy=POLICY).result(WAIT_S_MAX).step
     saver.wait_idle(WAIT_S_MAX)
     return step
 
 
-def load(world: World, side: int) -> None:
+def load(world: TwoSides, side: int) -> None:
     asyncckpt.Loader(world.run, world.state.tables, world.state.tensors).load()
 
 
-def load_async(world: World, side: int) -> None:
+def load_async(world: TwoSides, side: int) -> None:
     loader = asyncckpt.Loader(world.run, world.state.tables, world.state.tensors, on_busy=POLICY)
     loader.load_async().result(WAIT_S_MAX)
 
 
-def follow(world: World, side: int) -> None:
+def follow(world: TwoSides, side: int) -> None:
     async def take_one() -> None:
         async with asyncckpt.follow(world.run, poll_seconds=POLL_S) as follower:
             update = await anext(aiter(follower))
@@ -106,78 +106,78 @@ def follow(world: World, side: int) -> None:
     asyncio.run(asyncio.wait_for(take_one(), WAIT_S_MAX))
 
 
-def verify(world: World, side: int) -> None:
+def verify(world: TwoSides, side: int) -> None:
     asyncckpt.verify(world.run, asyncckpt.list_steps(world.run)[0])
 
 
-def describe(world: World, side: int) -> None:
+def describe(world: TwoSides, side: int) -> None:
     asyncckpt.describe(world.run)
 
 
-def compact(world: World, side: int) -> None:
+def compact(world: TwoSides, side: int) -> None:
     world.saver(side).compact().result(WAIT_S_MAX)
 
 
-def compact_offline(world: World, side: int) -> None:
+def compact_offline(world: TwoSides, side: int) -> None:
     asyncckpt.compact(world.run)
 
 
-def prepare(world: World, side: int) -> None:
+def prepare(world: TwoSides, side: int) -> None:
     world.saver(side).prepare().result(WAIT_S_MAX)
 
 
-def close(world: World, side: int) -> None:
+def close(world: TwoSides, side: int) -> None:
     world.saver(side).close()
 
 
-def dcp_save(world: World, side: int) -> None:
+def dcp_save(world: TwoSides, side: int) -> None:
     dcp.save(dict(world.state.dense), storage_writer=asyncckpt.dcp.StorageWriter(world.dcp))
 
 
-def dcp_async_save(world: World, side: int) -> None:
+def dcp_async_save(world: TwoSides, side: int) -> None:
     writer = asyncckpt.dcp.StorageWriter(world.dcp, keep=2)
     saved = dcp.async_save(dict(world.state.dense), storage_writer=writer)
     getattr(saved, "upload_completion", saved).result(WAIT_S_MAX)
 
 
-def dcp_load(world: World, side: int) -> None:
+def dcp_load(world: TwoSides, side: int) -> None:
     dcp.load(dict(world.state.dense), storage_reader=asyncckpt.dcp.StorageReader(world.run))
 
 
-def sharded_save(world: World, side: int) -> None:
+def sharded_save(world: TwoSides, side: int) -> None:
     ShardedSave().save(world.state.sharded, world.mcore)
 
 
-def sharded_load(world: World, side: int) -> None:
+def sharded_load(world: TwoSides, side: int) -> None:
     ShardedLoad().load(world.state.sharded, world.mcore)
 
 
-def remove_tensors(world: World, side: int) -> None:
+def remove_tensors(world: TwoSides, side: int) -> None:
     ShardedLoad().remove_sharded_tensors(world.mcore, "optimizer.")
 
 
-def module_save(world: World, side: int) -> None:
+def module_save(world: TwoSides, side: int) -> None:
     world.module_saver(side).save_async(world.state.module, world.emb).result(WAIT_S_MAX)
 
 
-def module_load(world: World, side: int) -> None:
+def module_load(world: TwoSides, side: int) -> None:
     world.module_saver(side).load(world.state.module, world.emb)
 
 
-def module_close(world: World, side: int) -> None:
+def module_close(world: TwoSides, side: int) -> None:
     world.module_saver(side).close()
 
 
-def _delta(world: World, side: int) -> int:
+def _delta(world: TwoSides, side: int) -> int:
     return save_async(world, side, kind="delta")
 
 
-def _queued(world: World, side: int) -> int:
+def _queued(world: TwoSides, side: int) -> int:
     return save_async(world, side, on_busy="queue")
 
 
 def _made(
-    name: str, run: Callable[[World, int], int | None], traits: str, places: str = "", room: str = "run"
+    name: str, run: Callable[[TwoSides, int], int | None], traits: str, places: str = "", room: str = "run"
 ) -> Operation:
     found = frozenset(filter(None, (trait.strip() for trait in traits.split(","))))
     return Operation(name, run, found, tuple(places.split()), room)

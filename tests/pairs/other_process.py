@@ -14,17 +14,17 @@ from asyncckpt.engine.follow import table_update
 from asyncckpt.engine.load import run_load, verify
 from asyncckpt.errors import CheckpointError
 from asyncckpt.strategies import stored_state
-from tests.pairs.gate import Gate, Place
+from tests.pairs.gate import Place, PlaceGate
 from tests.pairs.operations import BY_NAME, Operation
 from tests.pairs.run_pairs import END_S_MAX, Running
-from tests.pairs.world import FOREIGN, World
+from tests.pairs.world import FOREIGN, TwoSides
 from tests.ranks.forked import end, fork_server, start
 
 MESSAGE_S_MAX = 2 * END_S_MAX
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OutcomeOfOperation:
     """How an operation ended, and the generations of the live state of its process."""
 
     error: Exception | None
@@ -50,9 +50,9 @@ class OtherProcess:
     def has_ended(self, seconds: float) -> bool:
         return self._connection.poll(seconds)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> OutcomeOfOperation:
         found = self._receive()
-        assert isinstance(found, Outcome)
+        assert isinstance(found, OutcomeOfOperation)
         return found
 
     def _receive(self) -> object:
@@ -80,8 +80,8 @@ def serve(folder: Path, connection: Connection, looks_once: bool) -> None:
     if looks_once:
         for module in (run_load, verify, table_update, stored_state):
             module.look_again = lambda _, look: look()
-    with Gate().watching() as gate:
-        world = World(gate, folder=folder)
+    with PlaceGate().watching() as gate:
+        world = TwoSides(gate, folder=folder)
         world.live = FOREIGN
         while True:
             name, place = connection.recv()
@@ -102,7 +102,7 @@ def serve(folder: Path, connection: Connection, looks_once: bool) -> None:
             if error is not None and not isinstance(error, CheckpointError):
                 error = AssertionError(repr(error))
             # Without its traceback, which may hold what dcp.async_save has staged.
-            outcome = pickle.dumps(Outcome(error, world.state.generation()))
+            outcome = pickle.dumps(OutcomeOfOperation(error, world.state.generation()))
             del error
             world.check_nothing_held()
             world.close()

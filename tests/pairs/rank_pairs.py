@@ -19,10 +19,10 @@ from asyncckpt.errors import (
     SaveInProgressError,
     UsageError,
 )
-from tests.pairs.gate import Gate, Place
+from tests.pairs.gate import Place, PlaceGate
 from tests.pairs.operations import BY_NAME, Operation, may_raise
 from tests.pairs.run_pairs import Running, check_world, overlap
-from tests.pairs.world import World, check_no_directory_is_held
+from tests.pairs.world import TwoSides, check_no_directory_is_held
 from tests.ranks.job_ranks import group_of
 
 RANKS_COUNT = 2
@@ -34,15 +34,15 @@ def run_pairs(rank: int, folder: Path, pairs: Sequence[tuple[str, str, Place, in
     """Run pairs: two names, the place where the first one is held, and how many Savers there are."""
     warnings.simplefilter("ignore")
     group_of(rank, RANKS_COUNT, folder)
-    with Gate().watching() as gate:
-        world = World(gate, folder=folder, of=(rank, RANKS_COUNT), meet=dist.barrier)
+    with PlaceGate().watching() as gate:
+        world = TwoSides(gate, folder=folder, of=(rank, RANKS_COUNT), meet=dist.barrier)
         for first, second, place, sides in pairs:
             run_pair(world, BY_NAME[first], BY_NAME[second], place, sides=sides)
         world.close()
     check_no_directory_is_held()
 
 
-def run_pair(world: World, first: Operation, second: Operation, place: Place, *, sides: int) -> None:
+def run_pair(world: TwoSides, first: Operation, second: Operation, place: Place, *, sides: int) -> None:
     print(f"{first} at {place} beside {second}, {sides} Savers", flush=True)
     world.gate.arm(None)
     world.renew(sides, ())

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from asyncckpt import list_steps
 from tests.pairs.gate import Place
 from tests.pairs.operations import Operation, cause_of, may_raise
-from tests.pairs.world import World
+from tests.pairs.world import TwoSides
 
 END_S_MAX = 60.0
 GRACE_S = 0.03  # So long the second one may run before the first one goes on; it may wait for that.
@@ -22,7 +22,7 @@ GRACE_S = 0.03  # So long the second one may run before the first one goes on; i
 class Running:
     """An operation on a thread of its own."""
 
-    def __init__(self, operation: Operation, world: World, side: int) -> None:
+    def __init__(self, operation: Operation, world: TwoSides, side: int) -> None:
         self.operation = operation
         self.side = side
         self.step: int | None = None
@@ -31,7 +31,7 @@ class Running:
         self._thread = threading.Thread(target=self._run, args=(world,), name=f"pairs {operation}", daemon=True)
         self._thread.start()
 
-    def _run(self, world: World) -> None:
+    def _run(self, world: TwoSides) -> None:
         try:
             self.step = self.operation.run(world, self.side)
         except BaseException as error:
@@ -46,7 +46,7 @@ class Running:
         self._thread.join()
 
 
-def overlap(world: World, first: Operation, second: Operation, place: Place, *, sides: int) -> list[Running]:
+def overlap(world: TwoSides, first: Operation, second: Operation, place: Place, *, sides: int) -> list[Running]:
     """Hold the first operation at a place, run the second one beside it; both have ended when it returns."""
     gate = world.gate
     gate.arm(place)
@@ -61,7 +61,7 @@ def overlap(world: World, first: Operation, second: Operation, place: Place, *, 
     return [held, beside]
 
 
-def operations_count(world: World, operation: Operation) -> int:
+def operations_count(world: TwoSides, operation: Operation) -> int:
     """How many operations of the storage it makes alone."""
     world.renew(1)
     world.gate.arm(None)
@@ -73,7 +73,7 @@ def operations_count(world: World, operation: Operation) -> int:
     return count
 
 
-def run_pair(world: World, first: Operation, second: Operation, place: Place, *, sides: int = 1) -> bool:
+def run_pair(world: TwoSides, first: Operation, second: Operation, place: Place, *, sides: int = 1) -> bool:
     """Run a pair in a world, and check all that must be true. Returns whether the first one came to the place."""
     gate = world.gate
     gate.arm(None)
@@ -93,7 +93,7 @@ def check_outcomes(ended: Iterable[Running], *, sides: int) -> None:
             raise AssertionError(f"{own.operation} beside {other.operation} failed") from own.error
 
 
-def check_world(world: World, ended: Iterable[Running]) -> None:
+def check_world(world: TwoSides, ended: Iterable[Running]) -> None:
     """Nothing is held, torn or lost, and one more save commits."""
     ended = list(ended)
     for running in ended:
@@ -114,7 +114,7 @@ def check_world(world: World, ended: Iterable[Running]) -> None:
     world.check_last_save()
 
 
-def _check_steps(world: World, saved: set[int], allowed: set[float], traits: frozenset[str]) -> None:
+def _check_steps(world: TwoSides, saved: set[int], allowed: set[float], traits: frozenset[str]) -> None:
     """What was there is what it was, what is new was acknowledged, and holds one generation of this time."""
     found = list_steps(world.run)
     assert set(found) <= saved | world.steps.keys(), f"steps {found}, acknowledged were {saved}"

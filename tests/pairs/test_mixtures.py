@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.engine.process.save_lock import SaveLock
-from tests.pairs.gate import Gate, Place
+from tests.pairs.gate import Place, PlaceGate
 from tests.pairs.operations import OPERATIONS, Operation, may_raise
 from tests.pairs.run_pairs import GRACE_S, Running, check_world
-from tests.pairs.world import SIDES, World, check_no_directory_is_held
+from tests.pairs.world import SIDES, TwoSides, check_no_directory_is_held
 
 pytestmark = [
     pytest.mark.random,
@@ -32,10 +32,10 @@ PROGRAM = st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=PROGRAM_LEN
 PROGRAMS = st.tuples(PROGRAM, PROGRAM)
 
 
-class Program:
+class OperationsOfSide:
     """The operations of one side, one after the other on a thread."""
 
-    def __init__(self, operations: Sequence[Operation], world: World, side: int) -> None:
+    def __init__(self, operations: Sequence[Operation], world: TwoSides, side: int) -> None:
         self.ended: list[Running] = []
         self.is_over = threading.Event()
         self._work = (operations, world, side)
@@ -57,15 +57,15 @@ class Program:
 
 
 def run_programs(programs: Sequence[Sequence[Operation]], place: Place) -> None:
-    with Gate().watching() as gate:
-        world = World(gate)
+    with PlaceGate().watching() as gate:
+        world = TwoSides(gate)
         try:
             world.renew(SIDES)
             gate.arm(place)
-            begun = [Program(programs[0], world, 0)]
+            begun = [OperationsOfSide(programs[0], world, 0)]
             while not gate.reached.wait(0.001) and not begun[0].is_over.is_set():
                 pass
-            begun.append(Program(programs[1], world, 1))
+            begun.append(OperationsOfSide(programs[1], world, 1))
             begun[1].is_over.wait(GRACE_S)
             gate.open()
             for program in begun:
@@ -78,7 +78,7 @@ def run_programs(programs: Sequence[Sequence[Operation]], place: Place) -> None:
     check_no_directory_is_held()
 
 
-def check_programs(programs: Sequence[Program]) -> None:
+def check_programs(programs: Sequence[OperationsOfSide]) -> None:
     for program in programs:
         for running in program.ended:
             others = [(other, one is program) for one in programs for other in one.ended if other is not running]

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.errors import ConflictError
-from tests.pairs.gate import Gate, Place
+from tests.pairs.gate import Place, PlaceGate
 from tests.pairs.operations import BY_NAME, OPERATIONS, Operation, may_raise
-from tests.pairs.other_process import OtherProcess, Outcome, other_process
+from tests.pairs.other_process import OtherProcess, OutcomeOfOperation, other_process
 from tests.pairs.run_pairs import GRACE_S, Running, check_world
-from tests.pairs.world import FOREIGN, World, check_no_directory_is_held
+from tests.pairs.world import FOREIGN, TwoSides, check_no_directory_is_held
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -39,9 +39,9 @@ READER_PLACES = (5, 9, 14, 20)
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    with Gate().watching() as gate:
-        world = World(gate)
+def world() -> Iterator[TwoSides]:
+    with PlaceGate().watching() as gate:
+        world = TwoSides(gate)
         try:
             yield world
         finally:
@@ -50,13 +50,13 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture
-def other(world: World, tmp_path: Path) -> Iterator[OtherProcess]:
+def other(world: TwoSides, tmp_path: Path) -> Iterator[OtherProcess]:
     with other_process(world.folder, tmp_path / "output") as other:
         yield other
 
 
 def run_pair(
-    world: World, other: OtherProcess, own: Operation, its: Operation, place: Place, *, holds_its: bool
+    world: TwoSides, other: OtherProcess, own: Operation, its: Operation, place: Place, *, holds_its: bool
 ) -> None:
     """Hold one of the two at a place, run the other one there, and check what both have done."""
     world.gate.arm(None)
@@ -97,7 +97,7 @@ def gives_up(own: Operation) -> bool:
     return "closes modules" in own.traits
 
 
-def check_other(world: World, outcome: Outcome, own: Operation, its: Operation, pair: str) -> None:
+def check_other(world: TwoSides, outcome: OutcomeOfOperation, own: Operation, its: Operation, pair: str) -> None:
     if "writes" in its.traits and its.room in HELD_ROOMS and not (gives_up(own) and outcome.error is None):
         assert isinstance(outcome.error, ConflictError), f"{pair}: not refused, but {outcome.error!r}"
     elif outcome.error is not None:
@@ -116,23 +116,23 @@ def sample() -> Iterator[tuple[Operation, Operation]]:
         yield first, OPERATIONS[(number * SAMPLE_STRIDE + SAMPLE_OFFSET) % len(OPERATIONS)]
 
 
-def test_pairs(world: World, other: OtherProcess) -> None:
+def test_pairs(world: TwoSides, other: OtherProcess) -> None:
     for own, its in sample():
         run_pair(world, other, own, its, next(iter(own.places), None), holds_its=False)
         run_pair(world, other, own, its, next(iter(its.places), None), holds_its=True)
 
 
-def test_what_the_other_process_reads_is_removed(world: World, other: OtherProcess) -> None:
+def test_what_the_other_process_reads_is_removed(world: TwoSides, other: OtherProcess) -> None:
     for name in READERS:
         check_reader(world, other, name)
 
 
-def check_reader(world: World, other: OtherProcess, name: str) -> None:
+def check_reader(world: TwoSides, other: OtherProcess, name: str) -> None:
     for place in READER_PLACES:
         run_pair(world, other, BY_NAME[READERS[name]], BY_NAME[name], place, holds_its=True)
 
 
-def test_a_process_that_looks_once_finds_damage(world: World, tmp_path: Path) -> None:
+def test_a_process_that_looks_once_finds_damage(world: TwoSides, tmp_path: Path) -> None:
     def check_often(other: OtherProcess) -> None:
         for _ in range(20):  # Whether it looks in the middle of something depends on the time that it is given.
             check_reader(world, other, "load")
@@ -146,7 +146,7 @@ def test_a_process_that_looks_once_finds_damage(world: World, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", OPERATIONS, ids=str)
-def test_all_pairs(world: World, other: OtherProcess, own: Operation) -> None:
+def test_all_pairs(world: TwoSides, other: OtherProcess, own: Operation) -> None:
     for its in OPERATIONS:
         for place in (*own.places, *READER_PLACES):
             run_pair(world, other, own, its, place, holds_its=False)

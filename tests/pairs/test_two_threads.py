@@ -14,10 +14,10 @@ import pytest
 
 from asyncckpt.commit.attempt import Claims
 from asyncckpt.engine.process.save_lock import RunningCalls, SaveLock
-from tests.pairs.gate import Gate, Place
+from tests.pairs.gate import Place, PlaceGate
 from tests.pairs.operations import BY_NAME, OPERATIONS, Operation
 from tests.pairs.run_pairs import operations_count, run_pair
-from tests.pairs.world import World, check_no_directory_is_held
+from tests.pairs.world import TwoSides, check_no_directory_is_held
 from tests.shares import share_of
 
 pytestmark = [
@@ -45,14 +45,14 @@ SHARES = (0.3, 0.6, 0.9)
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    with Gate().watching() as gate:
+def gate() -> Iterator[PlaceGate]:
+    with PlaceGate().watching() as gate:
         yield gate
 
 
 @contextlib.contextmanager
-def opened(gate: Gate) -> Iterator[World]:
-    world = World(gate)
+def opened(gate: PlaceGate) -> Iterator[TwoSides]:
+    world = TwoSides(gate)
     try:
         yield world
     finally:
@@ -61,19 +61,19 @@ def opened(gate: Gate) -> Iterator[World]:
 
 
 @pytest.fixture
-def world(gate: Gate) -> Iterator[World]:
+def world(gate: PlaceGate) -> Iterator[TwoSides]:
     with opened(gate) as world:
         yield world
 
 
-def places_of(operation: Operation, world: World, *, every: int = 0) -> list[Place]:
+def places_of(operation: Operation, world: TwoSides, *, every: int = 0) -> list[Place]:
     """Where it can be held: in what the user gave it, and at some operations of the storage, or at every n-th."""
     count = operations_count(world, operation)
     numbers = range(1, count + 1, every) if every else sorted({1 + int(share * count) for share in SHARES if count})
     return [*operation.places, *numbers] or [None]
 
 
-def run_row(first: Operation, seconds: list[Operation], world: World, *, sides: int) -> None:
+def run_row(first: Operation, seconds: list[Operation], world: TwoSides, *, sides: int) -> None:
     """Run an operation with each of the others, at one place after the other."""
     places = places_of(first, world)
     for number, second in enumerate(share_of(seconds, str(first)), OPERATIONS.index(first)):
@@ -83,18 +83,18 @@ def run_row(first: Operation, seconds: list[Operation], world: World, *, sides: 
 
 
 @pytest.mark.parametrize("first", OPERATIONS, ids=str)
-def test_two_threads(first: Operation, world: World) -> None:
+def test_two_threads(first: Operation, world: TwoSides) -> None:
     run_row(first, list(OPERATIONS), world, sides=1)
 
 
 @pytest.mark.parametrize("first", WITH_SAVERS, ids=str)
-def test_two_savers(first: Operation, world: World) -> None:
+def test_two_savers(first: Operation, world: TwoSides) -> None:
     run_row(first, WITH_SAVERS, world, sides=2)
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READERS)
-def test_readers_beside_what_removes(name: str, every: int, world: World) -> None:
+def test_readers_beside_what_removes(name: str, every: int, world: TwoSides) -> None:
     """While it is held, what it reads is removed: it reads that all the same, or says that it is gone."""
     reader = BY_NAME[name]
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +105,7 @@ def test_readers_beside_what_removes(name: str, every: int, world: World) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", OPERATIONS, ids=str)
-def test_two_threads_at_all_places(first: Operation, world: World) -> None:
+def test_two_threads_at_all_places(first: Operation, world: TwoSides) -> None:
     for place in places_of(first, world, every=8):
         for second in OPERATIONS:
             run_pair(world, first, second, place)
@@ -113,7 +113,7 @@ def test_two_threads_at_all_places(first: Operation, world: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", WITH_SAVERS, ids=str)
-def test_two_savers_at_all_places(first: Operation, world: World) -> None:
+def test_two_savers_at_all_places(first: Operation, world: TwoSides) -> None:
     for place in places_of(first, world, every=4):
         for second in WITH_SAVERS:
             run_pair(world, first, second, place, sides=2)
@@ -132,7 +132,7 @@ def test_two_savers_at_all_places(first: Operation, world: World) -> None:
     ],
 )
 def test_without_the_save_lock_checkpoints_are_torn(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, first: str, second: str, place: Place
+    gate: PlaceGate, monkeypatch: pytest.MonkeyPatch, first: str, second: str, place: Place
 ) -> None:
     with opened(gate) as world:
         monkeypatch.setattr(SaveLock, "acquire", lambda *_, **__: True)
@@ -157,14 +157,16 @@ def without_looking_again(_: object, look: Callable[[], Any]) -> Any:
     ],
 )
 def test_without_a_second_look_readers_find_damage(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+    gate: PlaceGate, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
     monkeypatch.setattr(f"asyncckpt.{module}.look_again", without_looking_again)
     with opened(gate) as world, pytest.raises(AssertionError, match=f"{name} beside .* failed"):
         test_readers_beside_what_removes(name, 1, world)
 
 
-def test_without_a_claim_compactions_are_removed_while_they_commit(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_claim_compactions_are_removed_while_they_commit(
+    gate: PlaceGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = Claims.needed
 
     def of_saves(claims: Claims, place: tuple[int, int]) -> set[int]:
@@ -175,7 +177,7 @@ def test_without_a_claim_compactions_are_removed_while_they_commit(gate: Gate, m
         test_readers_beside_what_removes("compact", 1, world)
 
 
-def test_a_saver_that_closes_beside_a_call_is_found(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saver_that_closes_beside_a_call_is_found(gate: PlaceGate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunningCalls, "wait", lambda *_: None)
     with opened(gate) as world, pytest.raises(AssertionError, match="save_async beside close failed"):
         run_pair(world, BY_NAME["save_async"], BY_NAME["close"], "state_dict")

@@ -32,7 +32,7 @@ from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.storage.owner_lock import _registry
 from asyncckpt.strategies import ShardedSave
 from asyncckpt.strategies.mapping import ShardedTensor
-from tests.pairs.gate import Gate
+from tests.pairs.gate import PlaceGate
 
 MEMORY_FILE_SYSTEM = "/dev/shm"
 WAIT_S_MAX = 60.0
@@ -44,10 +44,10 @@ FOREIGN = 1e6  # What another process trains begins with this.
 POLICY = asyncckpt.BusyPolicy("wait", WAIT_S_MAX)
 
 
-class Held:
+class HeldGeneration:
     """An object of the state."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: PlaceGate) -> None:
         self.gate = gate
         self.generation = -1.0
 
@@ -61,14 +61,14 @@ class Held:
         self.generation = state["generation"]
 
 
-class State:
+class SharedState:
     """What is saved, and what is loaded into."""
 
-    def __init__(self, gate: Gate, rank: int = 0, ranks_count: int = 1) -> None:
+    def __init__(self, gate: PlaceGate, rank: int = 0, ranks_count: int = 1) -> None:
         self.ids = IDS[IDS % ranks_count == rank]
         self.rank = rank
         self.dense = {"x": torch.full((50,), -1.0), "y": torch.full((7, 30), -1.0)}
-        self.held = Held(gate)
+        self.held = HeldGeneration(gate)
         self.table = asyncckpt.HashTable("t", 4, shard=(rank, ranks_count))
         config = EmbCacheTableConfig(name="e", dim=4, feature_names=("f",), cache_rows=8, capacity=64)
         self.module = EmbCacheEmbeddingBagCollection([config], shard=(rank, ranks_count))
@@ -112,7 +112,7 @@ class State:
         return float(found.pop())
 
 
-class World:
+class TwoSides:
     """The directories, a state, and for each of two sides a Saver of either kind. Closed at the end.
 
     of: this rank and how many save together. meet: wait for the other ranks.
@@ -120,7 +120,7 @@ class World:
 
     def __init__(
         self,
-        gate: Gate,
+        gate: PlaceGate,
         *,
         folder: Path | None = None,
         of: tuple[int, int] = (0, 1),
@@ -133,7 +133,7 @@ class World:
         parent = MEMORY_FILE_SYSTEM if Path(MEMORY_FILE_SYSTEM).is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="asyncckpt-pairs-", dir=parent)) if folder is None else folder
         self.run, self.dcp, self.mcore, self.emb = (self.folder / name for name in ("run", "dcp", "mcore", "emb"))
-        self.state = State(gate, *of)
+        self.state = SharedState(gate, *of)
         x, y = self.state.dense.values()
         gate.is_half_filled = lambda: bool(x[-1] != y[-1, -1])
         self.live = 0.0
@@ -189,12 +189,12 @@ class World:
 
     def loaded(self, step: int) -> tuple[float, float]:
         """What a step holds, as a load into new targets gives it."""
-        fresh = State(Gate(), *self.of)
+        fresh = SharedState(PlaceGate(), *self.of)
         asyncckpt.Loader(self.run, fresh.tables, fresh.tensors, step=step, on_busy=POLICY).load()
         return fresh.generation()
 
     def module_loaded(self) -> float:
-        fresh = State(Gate())
+        fresh = SharedState(PlaceGate())
         with asyncckpt.embcache.Saver(rank=0, on_busy=POLICY) as saver:
             saver.load(fresh.module, self.emb)
         return fresh.module_generation()

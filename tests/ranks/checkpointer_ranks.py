@@ -23,11 +23,12 @@ from asyncckpt import checkpointer
 from asyncckpt.engine.ranks import steps_together
 from asyncckpt.errors import IncompatibleError, IOFailedError, PeerError, UsageError
 from tests.ranks.job_ranks import WAIT_S_MAX, group_of
+from tests.worlds.objects import Stateful
 
 DEADLINE = asyncckpt.RankOptions(peer_deadline=20.0)
 
 
-class Training:
+class CountedSteps:
     """A tensor of the number of steps, on every rank."""
 
     def __init__(self, rank: int, folder: Path, ranks_count: int = 2) -> None:
@@ -46,34 +47,34 @@ class Training:
         self.x += one
         print(step, file=self.done)
 
+    def train_on(self, ckpt: asyncckpt.Checkpointer, steps: int, *, at: int | None) -> None:
+        """Go on up to so many steps; this rank is terminated in one of them."""
+        for step in range(ckpt.restore(), steps):
+            if step == at:
+                terminate()
+            self.train(step)
+            ckpt.step(step)
+
 
 def asked_to_stop(rank: int, folder: Path) -> None:
     """Rank 1 is terminated in the middle of step 5: both save step 6, and leave."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt", every=4) as ckpt:
-        for step in range(ckpt.restore(), 100):
-            if (rank, step) == (1, 5):
-                os.kill(os.getpid(), signal.SIGTERM)
-            training.train(step)
-            ckpt.step(step)
+        training.train_on(ckpt, 100, at=5 if rank == 1 else None)
 
 
 def all_asked_to_stop(rank: int, folder: Path) -> None:
     """As by torchrun, which sends SIGTERM to all; here just before the last step."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt") as ckpt:
-        for step in range(ckpt.restore(), 6):
-            if step == 5 - rank:
-                os.kill(os.getpid(), signal.SIGTERM)
-            training.train(step)
-            ckpt.step(step)
+        training.train_on(ckpt, 6, at=5 - rank)
 
 
 def out_of_time(rank: int, folder: Path) -> None:
     """Steps of 500 s by the clock of rank 0, which says so one step ahead: the last one of an hour is step 6."""
     now = [0.0]
     checkpointer.monotonic = lambda: now[0]  # type: ignore[attr-defined]
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt", max_hours=1) as ckpt:
         for step in range(ckpt.restore(), 100):
             training.train(step)
@@ -83,7 +84,7 @@ def out_of_time(rank: int, folder: Path) -> None:
 
 def to_the_end(rank: int, folder: Path) -> None:
     """Without a `with` block, and by sys.exit on all."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     ckpt = training.open(folder / "ckpt", every=2)
     for step in range(ckpt.restore(), 8):
         training.train(step)
@@ -93,7 +94,7 @@ def to_the_end(rank: int, folder: Path) -> None:
 
 def an_exception(rank: int, folder: Path) -> None:
     """On rank 1, in step 5: nobody waits for the others, and nothing is saved that not all have."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with suppress(RuntimeError), training.open(folder / "ckpt", every=4) as ckpt:
         for step in range(ckpt.restore(), 100):
             if (rank, step) == (1, 5):
@@ -106,7 +107,7 @@ def an_exception(rank: int, folder: Path) -> None:
 
 def a_rank_cannot_restore(rank: int, folder: Path) -> None:
     """Then none goes on, and nothing is discarded; afterwards both can."""
-    training = Training(rank, folder)
+    training = CountedSteps(rank, folder)
     with training.open(folder / "ckpt") as ckpt:
         assert ckpt.restore() == 0
         for step in range(4):
@@ -126,18 +127,6 @@ def a_rank_cannot_restore(rank: int, folder: Path) -> None:
         ckpt.step(2)
 
 
-class AtLoad:
-    """A part of the state that calls something while it is loaded, in the middle of a restore."""
-
-    call: Callable[[], object] = staticmethod(lambda: None)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"a": 1}
-
-    def load_state_dict(self, _: object) -> None:
-        self.call()
-
-
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -149,12 +138,12 @@ def await_true(is_so: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-class Restoring(Training):
+class Restoring(CountedSteps):
     """Training that has a checkpoint of step 0, and the process ids of both ranks."""
 
     def __init__(self, rank: int, folder: Path) -> None:
         super().__init__(rank, folder)
-        self.folder, self.part = folder, AtLoad()
+        self.folder, self.part = folder, Stateful({"a": 1})
         pids: list[int] = [0, 0]
         dist.all_gather_object(pids, os.getpid())
         self.other_pid = pids[1 - rank]
@@ -182,11 +171,11 @@ def asked_to_stop_in_restore(event: str, in_block: bool, rank: int, folder: Path
         checkpointer.Saver = make_terminated  # type: ignore[assignment, misc]
     ckpt = training.open(folder / "ckpt", part=training.part)
     if event == f"rank {rank} loads":
-        training.part.call = terminate
+        training.part.loading = terminate
     elif event == "rank 1 waits":
-        training.part.call = (folder / "loaded").touch
+        training.part.loading = (folder / "loaded").touch
         if rank == 0:
-            training.part.call = lambda: training.signal_the_other(signal.SIGTERM, ckpt, "asked")
+            training.part.loading = lambda: training.signal_the_other(signal.SIGTERM, ckpt, "asked")
     with ckpt if in_block else nullcontext():
         for step in range(ckpt.restore(), 20):
             training.train(step)
@@ -198,7 +187,7 @@ def a_rank_dies_in_restore(rank: int, folder: Path) -> None:
     steps_together.ASKED_S_MAX = 0.3
     training = Restoring(rank, folder)
     if rank == 1:
-        training.part.call = lambda: (os.kill(training.other_pid, signal.SIGTERM), os._exit(143))
+        training.part.loading = lambda: (os.kill(training.other_pid, signal.SIGTERM), os._exit(143))
     with training.open(folder / "ckpt", part=training.part) as ckpt:
         ckpt.restore()
     raise AssertionError
@@ -246,12 +235,12 @@ def an_error_in_restore(rank: int, folder: Path) -> None:
             with pytest.raises(IOFailedError if rank == failing else PeerError, match="lost"):
                 ckpt.restore()
         ckpt._periodic.drain = drain  # type: ignore[method-assign]
-        training.part.call = (folder / "loaded").touch
+        training.part.loading = (folder / "loaded").touch
         if rank == 0:
-            training.part.call = lambda: training.signal_the_other(signal.SIGINT, ckpt, "failed")
+            training.part.loading = lambda: training.signal_the_other(signal.SIGINT, ckpt, "failed")
         expected = pytest.raises(PeerError, match="rank 1 cannot restore: KeyboardInterrupt")
         with expected if rank == 0 else pytest.raises(KeyboardInterrupt):
             ckpt.restore()
-        training.part.call = lambda: None
+        training.part.loading = lambda: None
         assert ckpt.restore() == 1
         assert training.x.tolist() == [1.0] * 3

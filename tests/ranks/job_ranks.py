@@ -17,7 +17,7 @@ import asyncckpt
 from asyncckpt.coordination import store_channel
 from asyncckpt.engine.ranks import meeting
 from asyncckpt.errors import CheckpointError, ConflictError, FilterError, PeerError, UsageError
-from tests.ranks.training import Training
+from tests.ranks.training import RankTraining
 
 PEER_DEADLINE_S = 20.0
 WAIT_S_MAX = 60.0
@@ -29,7 +29,7 @@ def group_of(rank: int, ranks_count: int, folder: Path) -> Any:
     return dist.group.WORLD
 
 
-def saver_of(training: Training, path: Path, **options: Any) -> asyncckpt.Saver:
+def saver_of(training: RankTraining, path: Path, **options: Any) -> asyncckpt.Saver:
     return asyncckpt.Saver(
         training.rank,
         training.ranks_count,
@@ -49,7 +49,7 @@ def raised(future: asyncckpt.SaveFuture) -> BaseException:
 
 def files_only(rank: int, folder: Path) -> None:
     """Three ranks without a process group: full saves, a delta, steps by themselves, a blocking save."""
-    training = Training(rank, 3)
+    training = RankTraining(rank, 3)
     with saver_of(training, folder / "checkpoints", on_busy="wait") as saver:
         for _ in range(2):
             training.train()
@@ -62,14 +62,14 @@ def files_only(rank: int, folder: Path) -> None:
 
 def begin_and_die(rank: int, folder: Path) -> None:
     """A job without a process group whose rank 1 dies in its second save."""
-    from tests.ranks.schedule_rank import Schedule, run_rank
+    from tests.ranks.schedule_rank import Strikes, run_rank
 
-    run_rank(Schedule(2, 1, "write", over="file"), rank, folder)
+    run_rank(Strikes(2, 1, "write", over="file"), rank, folder)
 
 
 def begin_again(rank: int, folder: Path) -> None:
     """The same job, started anew in the same directory: it goes on from the newest step and saves the next one."""
-    training = Training(rank, 2)
+    training = RankTraining(rank, 2)
     asyncckpt.Loader(folder / "checkpoints", {"user": training.table}, training.tensors).load()
     assert training.step == 1
     with saver_of(training, folder / "checkpoints") as saver:
@@ -84,12 +84,12 @@ def sub_group(rank: int, folder: Path) -> None:
     if rank == 1:
         with pytest.raises(UsageError, match="not in the process group"):
             asyncckpt.Saver(path=folder / "checkpoints", ranks=asyncckpt.RankOptions(process_group=group))
-        alone = Training(0, 1)
+        alone = RankTraining(0, 1)
         alone.train()
         with saver_of(alone, folder / "alone") as saver:
             saver.save(1)
         return
-    training = Training(rank // 2, 2, group)
+    training = RankTraining(rank // 2, 2, group)
     training.train()
     with pytest.raises(UsageError, match="not those of the process group"):
         asyncckpt.Saver(
@@ -108,7 +108,7 @@ def sub_group(rank: int, folder: Path) -> None:
 
 def different_steps(rank: int, folder: Path) -> None:
     """Nothing is saved, all are told the same; the next save is none the worse."""
-    training = Training(rank, 2, group_of(rank, 2, folder))
+    training = RankTraining(rank, 2, group_of(rank, 2, folder))
     training.train()
     with saver_of(training, folder / "checkpoints") as saver:
         error = raised(saver.save_async(5 + rank))
@@ -119,7 +119,7 @@ def different_steps(rank: int, folder: Path) -> None:
 
 def a_filter_raises(rank: int, folder: Path) -> None:
     """On rank 1, in its first save: it raises that error, the other is told of it."""
-    training = Training(rank, 2, group_of(rank, 2, folder))
+    training = RankTraining(rank, 2, group_of(rank, 2, folder))
     calls: list[int] = []
 
     def boom(blocks: list[asyncckpt.filters.WriteBlock]) -> Sequence[asyncckpt.filters.WriteBlock]:
@@ -145,7 +145,7 @@ def a_filter_raises(rank: int, folder: Path) -> None:
 
 def a_rank_skips(rank: int, folder: Path) -> None:
     """Rank 1 is busy with a save of its own; so all skip, and all make the save after that."""
-    training = Training(rank, 2, group_of(rank, 2, folder))
+    training = RankTraining(rank, 2, group_of(rank, 2, folder))
     training.train()
     busy, free = threading.Event(), threading.Event()
 
@@ -172,7 +172,7 @@ def a_rank_skips(rank: int, folder: Path) -> None:
 
 def a_call_fails(rank: int, folder: Path) -> None:
     """Before anything is captured, on rank 0: it raises at once, the other is told."""
-    training = Training(rank, 2, group_of(rank, 2, folder))
+    training = RankTraining(rank, 2, group_of(rank, 2, folder))
     training.train()
     extra: dict[str, Any] = {}
     state = {**training.tensors, "extra": extra}
@@ -200,7 +200,7 @@ def a_call_fails(rank: int, folder: Path) -> None:
 
 def the_directory_cannot_be_opened(rank: int, folder: Path) -> None:
     """Rank 0 says why; nobody waits for the deadline, who comes late neither. Then two directories over one group."""
-    training = Training(rank, 2, group_of(rank, 2, folder))
+    training = RankTraining(rank, 2, group_of(rank, 2, folder))
     (folder / "file").touch()
     dist.barrier()
     if rank == 0:
@@ -226,12 +226,12 @@ def a_rank_does_not_come(rank: int, folder: Path) -> None:
     """Without a group nobody opens; with one the save of the others ends by its deadline."""
     if rank == 1:
         return
-    training = Training(0, 2)
+    training = RankTraining(0, 2)
     with pytest.raises(PeerError, match=r"ranks \[1\] of 2 did not come"):
         saver_of(training, folder / "checkpoints", ranks=asyncckpt.RankOptions(peer_deadline=0.5))
     with pytest.raises(PeerError, match="rank 0"):
-        saver_of(Training(1, 2), folder / "nowhere", ranks=asyncckpt.RankOptions(peer_deadline=0.5))
-    alone = Training(0, 1)
+        saver_of(RankTraining(1, 2), folder / "nowhere", ranks=asyncckpt.RankOptions(peer_deadline=0.5))
+    alone = RankTraining(0, 1)
     alone.train()
     with saver_of(alone, folder / "checkpoints") as saver:  # The lock was given back.
         saver.save(1)
@@ -239,7 +239,7 @@ def a_rank_does_not_come(rank: int, folder: Path) -> None:
 
 def periodic_savers(rank: int, folder: Path) -> None:
     """An error of one rank reaches every loop; the ranks stay in step whichever step it reaches them in."""
-    training = Training(rank, 2, group_of(rank, 2, folder))
+    training = RankTraining(rank, 2, group_of(rank, 2, folder))
     broken = threading.Event()
 
     def boom(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
@@ -280,7 +280,7 @@ def periodic_savers(rank: int, folder: Path) -> None:
 
 def compaction(rank: int, folder: Path) -> None:
     """A chain of deltas is folded by rank 0, for all."""
-    training = Training(rank, 2, group_of(rank, 2, folder))
+    training = RankTraining(rank, 2, group_of(rank, 2, folder))
     with saver_of(training, folder / "checkpoints") as saver:
         for kind in ("full", "delta", "delta"):
             training.train()
@@ -292,7 +292,7 @@ def compaction(rank: int, folder: Path) -> None:
 
 def a_last_call_fails(rank: int, folder: Path) -> None:
     """And the Saver is closed at once: the other rank is told all the same, long before its deadline."""
-    training = Training(rank, 2, group_of(rank, 2, folder))
+    training = RankTraining(rank, 2, group_of(rank, 2, folder))
     training.train()
     with saver_of(training, folder / "checkpoints") as saver:
         saver.save(1)
@@ -354,7 +354,7 @@ def slices(rank: int, folder: Path) -> None:
 
 def replicas(rank: int, folder: Path) -> None:
     """What all ranks hold is written once, what only one holds too; values are every rank's own."""
-    training = Training(rank, 3, group_of(rank, 3, folder))
+    training = RankTraining(rank, 3, group_of(rank, 3, folder))
     training.train()
     table = asyncckpt.HashTable("whole", 2, replicated=True)
     table.insert(torch.arange(5), torch.ones(5, 2))

@@ -31,6 +31,7 @@ from asyncckpt.strategies.mapping import ShardedTensor
 from asyncckpt.strategies.sharded_state import ShardedSave
 from tests.embcache.models import config
 from tests.ranks.job_ranks import group_of
+from tests.worlds.saves import save_one
 
 # Of ranks that do not come; those that must hold are waited for, however slow they are.
 SHORT_S, LONG_S = 0.4, 60.0
@@ -241,16 +242,14 @@ def table_of(cell: Cell, rank: int, ranks_count: int) -> asyncckpt.HashTable:
 
 def save_table(cell: Cell, rank: int, ranks_count: int, path: Path) -> None:
     tables = {"t": table_of(cell, rank, ranks_count)}
-    with asyncckpt.Saver(path=path, hashtables=tables, **options_of(cell, rank, ranks_count)) as saver:
-        saver.save(1)
+    save_one(path, hashtables=tables, **options_of(cell, rank, ranks_count))
 
 
 def save_boxes(cell: Cell, rank: int, ranks_count: int, path: Path) -> None:
     index, count = shard_of(cell, rank, ranks_count)
     size = IDS_COUNT // count
     box = asyncckpt.sharded(torch.arange(index * size, (index + 1) * size), (index * size,), (IDS_COUNT,))
-    with asyncckpt.Saver(path=path, tensors={"t": box}, **options_of(cell, rank, ranks_count)) as saver:
-        saver.save(1)
+    save_one(path, tensors={"t": box}, **options_of(cell, rank, ranks_count))
 
 
 def save_steps(cell: Cell, rank: int, ranks_count: int, path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.ranks.forked import REPOSITORY, fork_server
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankProcess:
     """A process, and the file that its output goes to."""
 
     process: BaseProcess
@@ -40,7 +40,7 @@ class Ended:
     output: str
 
 
-def start_rank(module: str, arguments: Sequence[object], folder: Path, **environment: str) -> Rank:
+def start_rank(module: str, arguments: Sequence[object], folder: Path, **environment: str) -> RankProcess:
     """Run a module of the tests as a program whose output goes to a file `output-<number>` in `folder`."""
     output = folder / f"output-{len(list(folder.glob('output-*')))}"
     output.touch()
@@ -48,7 +48,7 @@ def start_rank(module: str, arguments: Sequence[object], folder: Path, **environ
     words = [module, *map(str, arguments)]
     process = fork_server().Process(target=_run, args=(words, ours, output), daemon=False)
     process.start()
-    return Rank(process, output)
+    return RankProcess(process, output)
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
@@ -70,7 +70,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], output: Path) -> 
         atexit._run_exitfuncs()  # Which a child of the server leaves out.
 
 
-def await_ranks(ranks: Sequence[Rank], seconds: float) -> list[Ended]:
+def await_ranks(ranks: Sequence[RankProcess], seconds: float) -> list[Ended]:
     """Wait for all; those that have not ended by then are asked for their stacks and killed."""
     until = time.monotonic() + seconds
     hung = set()
@@ -99,3 +99,7 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def outputs(ended: Sequence[Ended]) -> str:
+    return "\n".join(rank.output for rank in ended)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def changes(seed: int) -> Iterator[Change]:
         yield Change(step, kind, removed, written, more_on, dict(rows))
 
 
-class State:
+class QueuedState:
     """A table of which every rank has a shard, one that all have in full, one without marks, and dense tensors."""
 
     def __init__(self, rank: int, ranks_count: int) -> None:
@@ -89,7 +90,7 @@ class State:
 
 def differences(path: Path, change: Change) -> list[str]:
     """In what a checkpoint differs from the state after a change."""
-    target = State(0, 1)
+    target = QueuedState(0, 1)
     target.plain.weight.data.fill_(-1.0)
     if change.more_on:
         target.tensors["more"] = torch.zeros(7000)
@@ -108,7 +109,7 @@ def differences(path: Path, change: Change) -> list[str]:
     return found
 
 
-def saver_of(rank: int, path: Path, state: State, **options: Any) -> asyncckpt.Saver:
+def saver_of(rank: int, path: Path, state: QueuedState, **options: Any) -> asyncckpt.Saver:
     ranks = asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S)
     options = {"on_busy": "queue", "deltas": POLICY, "ranks": ranks, **options}
     return asyncckpt.Saver(
@@ -124,7 +125,7 @@ def at_any_times(rank: int, folder: Path, seeds: list[int]) -> None:
     """Every rank saves the same, and waits for some of its saves: for which ones differs from rank to rank."""
     group_of(rank, 2, folder)
     for seed in seeds:
-        own, state = random.Random(1000 * seed + rank), State(rank, 2)
+        own, state = random.Random(1000 * seed + rank), QueuedState(rank, 2)
         with saver_of(rank, folder / f"{seed}", state, keep=keep_of(seed)) as saver:
             futures = []
             for change in changes(seed):
@@ -140,7 +141,7 @@ def one_rank_is_ahead(rank: int, folder: Path) -> None:
     """Rank 1 makes its calls before any save has ended, rank 0 each after the one before has."""
     group_of(rank, 2, folder)
     for kind in ("auto", "delta"):
-        state = State(rank, 2)
+        state = QueuedState(rank, 2)
         with saver_of(rank, folder / kind, state) as saver:
             futures = []
             if rank == 0:
@@ -158,7 +159,7 @@ def one_rank_is_ahead(rank: int, folder: Path) -> None:
 def a_delta_has_nothing_to_build_upon(rank: int, folder: Path) -> None:
     """The first save fails, and the delta behind it too, on both ranks, whether it was queued or not."""
     group_of(rank, 2, folder)
-    state = State(rank, 2)
+    state = QueuedState(rank, 2)
     fails = [True]
 
     def fail(blocks: Any) -> Any:
@@ -186,7 +187,7 @@ def a_delta_has_nothing_to_build_upon(rank: int, folder: Path) -> None:
 def the_next_step_after_a_failed_one(rank: int, folder: Path) -> None:
     """The first save fails on rank 0, when rank 1 has made its next call, and rank 0 has not; no call names a step."""
     group_of(rank, 2, folder)
-    state = State(rank, 2)
+    state = QueuedState(rank, 2)
     fails = [rank == 0]
 
     def fail_once(blocks: Any) -> Any:
@@ -211,32 +212,44 @@ def the_next_step_after_a_failed_one(rank: int, folder: Path) -> None:
         assert [future.step for future in futures[1:]] == [0, 1]
 
 
-def the_parent_is_removed(rank: int, folder: Path) -> None:
-    """By others, as after a mistake: the next save is full on all ranks, and a delta that was asked for is refused."""
+@contextmanager
+def changed(
+    rank: int, folder: Path, **options: Any
+) -> Iterator[tuple[asyncckpt.Saver, Callable[..., asyncckpt.SaveFuture]]]:
+    """A Saver of one of two ranks, and what changes its state and begins a save of it."""
     group_of(rank, 2, folder)
-    state = State(rank, 2)
-    calls = changes(2)
-    with saver_of(rank, folder / "checkpoints", state, on_busy="wait") as saver:
+    state, calls = QueuedState(rank, 2), changes(2)
+    with saver_of(rank, folder / "checkpoints", state, **options) as saver:
 
-        def save(kind: Any = "auto") -> asyncckpt.SaveResult:
+        def begin(**options: Any) -> asyncckpt.SaveFuture:
             change = next(calls)
             state.apply(change)
-            return saver.save_async(change.step, kind=kind).result(WAIT_S_MAX)
+            return saver.save_async(change.step, **options)
 
-        assert [save().kind, save().kind] == ["full", "delta"]
+        yield saver, begin
+
+
+def the_parent_is_removed(rank: int, folder: Path) -> None:
+    """By others, as after a mistake: the next save is full on all ranks, and a delta that was asked for is refused."""
+    with changed(rank, folder, on_busy="wait") as (_, begin):
+
+        def save(**options: Any) -> Any:
+            return begin(**options).result(WAIT_S_MAX).kind
+
+        assert [save(), save()] == ["full", "delta"]
         dist.barrier()
         if rank == 0:
             shutil.rmtree(next((folder / "checkpoints" / "data").glob("000000000001-*")))
         dist.barrier()
         with pytest.raises(ConflictError, match="no longer exists"):
-            save("delta")
-        assert [save().kind, save().kind] == ["full", "delta"]
+            save(kind="delta")
+        assert [save(), save()] == ["full", "delta"]
 
 
 def what_is_kept(rank: int, folder: Path) -> None:
     """Rank 0 removes, and its metadata counts; rank 1 pins a step beside it."""
     group_of(rank, 2, folder)
-    state, path = State(rank, 2), folder / "checkpoints"
+    state, path = QueuedState(rank, 2), folder / "checkpoints"
     policy = asyncckpt.KeepPolicy(best=1, metric="loss")
     with saver_of(rank, path, state, keep=policy, on_busy="wait") as saver:
         for change, loss in zip(changes(2), [3.0, 1.0, 2.0, 5.0], strict=False):
@@ -255,16 +268,7 @@ def what_is_kept(rank: int, folder: Path) -> None:
 
 def the_ranks_compact(rank: int, folder: Path) -> None:
     """Rank 0 does it; all count from what was compacted, also the rank that has called before."""
-    group_of(rank, 2, folder)
-    state = State(rank, 2)
-    calls = changes(2)
-    with saver_of(rank, folder / "checkpoints", state) as saver:
-
-        def save() -> Any:
-            change = next(calls)
-            state.apply(change)
-            return saver.save_async(change.step)
-
+    with changed(rank, folder) as (saver, save):
         assert [save().result(WAIT_S_MAX).kind for _ in range(4)] == ["full", *["delta"] * 3]
         dist.barrier()
         saver.compact(4).result(WAIT_S_MAX)
@@ -280,17 +284,8 @@ def the_ranks_compact(rank: int, folder: Path) -> None:
 
 def one_rank_has_not_seen_that_the_parent_is_removed(rank: int, folder: Path) -> None:
     """Because it was removed after its call, say: one save fails on all ranks, and the next one is full."""
-    group_of(rank, 2, folder)
-    state = State(rank, 2)
-    calls = changes(2)
-    with saver_of(rank, folder / "checkpoints", state, on_busy="wait") as saver:
-
-        def save() -> asyncckpt.SaveResult:
-            change = next(calls)
-            state.apply(change)
-            return saver.save_async(change.step).result(WAIT_S_MAX)
-
-        assert save().kind == "full"
+    with changed(rank, folder, on_busy="wait") as (_, begin):
+        assert begin().result(WAIT_S_MAX).kind == "full"
         dist.barrier()
         if rank == 0:
             (folder / "checkpoints" / "manifests" / "000000000001.json").unlink()
@@ -299,5 +294,5 @@ def one_rank_has_not_seen_that_the_parent_is_removed(rank: int, folder: Path) ->
             if rank == 1:
                 blind.setattr("asyncckpt.engine.features.deltas._look", lambda job, base: base)
             with pytest.raises(ConflictError, match="no longer exists"):
-                save()
-        assert [save().kind, save().kind] == ["full", "delta"]
+                begin().result(WAIT_S_MAX)
+        assert [begin().result(WAIT_S_MAX).kind for _ in range(2)] == ["full", "delta"]

@@ -17,7 +17,8 @@ from asyncckpt.coordination import file_channel, store_channel
 from asyncckpt.coordination.messages import Limits
 from asyncckpt.pipeline.filters import identity
 from tests.ranks.kill_points import strike_at
-from tests.ranks.training import Training
+from tests.ranks.training import RankTraining
+from tests.worlds.gates import unchanged
 
 OPENING_S_MAX = 40.0  # On a busy machine ranks may take long to start.
 LIMITS = Limits(begin_s=8.0, silence_s=8.0)
@@ -25,7 +26,7 @@ OUTCOME_S_MAX = 40.0  # Nothing hangs: the limits of a save add up to far less.
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Strikes:
     """Which rank is struck where, by SIGKILL or SIGSTOP; over: the channel, "store" or "file"."""
 
     ranks_count: int
@@ -39,12 +40,7 @@ class Schedule:
         return f"{self.strike} rank {self.victim} of {self.ranks_count} at {self.point!r} over {self.over}"
 
 
-def unchanged(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
-    """A filter, so that there is a point at which it runs."""
-    return blocks
-
-
-def run_rank(schedule: Schedule, rank: int, folder: Path) -> None:
+def run_rank(schedule: Strikes, rank: int, folder: Path) -> None:
     """Writes how its second save ended to `outcome-<rank>`."""
     torch.set_num_threads(1)
     store_channel.CLOSE_S_MAX = file_channel.CLOSE_S_MAX = 0.3  # A rank that was killed is waited for in vain.
@@ -75,11 +71,11 @@ def run_rank(schedule: Schedule, rank: int, folder: Path) -> None:
     saver.close()
 
 
-def join(schedule: Schedule, rank: int, folder: Path) -> Training:
+def join(schedule: Strikes, rank: int, folder: Path) -> RankTraining:
     if schedule.over == "file":
-        return Training(rank, schedule.ranks_count)
+        return RankTraining(rank, schedule.ranks_count)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=schedule.ranks_count)
-    return Training(rank, schedule.ranks_count, dist.group.WORLD)
+    return RankTraining(rank, schedule.ranks_count, dist.group.WORLD)
 
 
 def describe(error: BaseException | None) -> dict[str, Any]:

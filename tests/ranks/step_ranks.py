@@ -23,7 +23,7 @@ IDS_COUNT = 40
 POLICY = asyncckpt.DeltaPolicy(deltas_max=3, bytes_share_max=1e9)
 
 
-class State:
+class SteppedShards:
     """Two parameters that all ranks have, one of each rank's own, and a shard of a table; trained alike by all."""
 
     def __init__(self, rank: int) -> None:
@@ -62,7 +62,7 @@ class State:
             optimizer.step()
 
 
-def saver_of(state: State, path: Path, **options: Any) -> asyncckpt.Saver:
+def saver_of(state: SteppedShards, path: Path, **options: Any) -> asyncckpt.Saver:
     return asyncckpt.Saver(
         state.rank,
         2,
@@ -76,7 +76,7 @@ def saver_of(state: State, path: Path, **options: Any) -> asyncckpt.Saver:
 
 
 def differences(
-    state: State, path: Path, step: int, values: dict[str, torch.Tensor], rows: dict[int, float]
+    state: SteppedShards, path: Path, step: int, values: dict[str, torch.Tensor], rows: dict[int, float]
 ) -> list[str]:
     """In what a checkpoint differs from what this rank had at its cut."""
     tree = asyncckpt.load(path, step=step)
@@ -89,7 +89,7 @@ def differences(
 
 
 @contextmanager
-def gated() -> Iterator[gates.Gate]:
+def gated() -> Iterator[gates.StepGate]:
     with pytest.MonkeyPatch.context() as patch:
         gate = gates.install(patch, chunk_bytes=400)
         try:
@@ -107,7 +107,7 @@ def at_any_times(rank: int, folder: Path, seeds: list[int]) -> None:
     """Full saves and deltas; how far the background has come before a step, and who waits, differs by rank."""
     group_of(rank, 2, folder)
     for seed in seeds:
-        own, state, path = random.Random(1000 * seed + rank), State(rank), folder / f"{seed}"
+        own, state, path = random.Random(1000 * seed + rank), SteppedShards(rank), folder / f"{seed}"
         with gated() as gate, saver_of(state, path, on_busy="queue", deltas=POLICY) as saver:
             saves = []
             for number in range(1, STEPS_COUNT + 1):
@@ -130,7 +130,7 @@ def at_any_times(rank: int, folder: Path, seeds: list[int]) -> None:
 def one_rank_is_refused(rank: int, folder: Path, is_stepping: bool) -> None:
     """What it has changed otherwise, or by a step that did not wait, is named on both ranks; the next save is sound."""
     group_of(rank, 2, folder)
-    state, path = State(rank), folder / "checkpoints"
+    state, path = SteppedShards(rank), folder / "checkpoints"
     with gated() as gate, saver_of(state, path, on_busy="wait") as saver:
         saver.save_async(1).result(WAIT_S_MAX)
         gate.shut()

@@ -33,7 +33,7 @@ class OwnRule:
         return (ids.view(np.uint64) // np.uint64(2)) % np.uint64(self.count) == np.uint64(self.index)
 
 
-class RuledTable(OwnRule, asyncckpt.HashTable):
+class TableByRule(OwnRule, asyncckpt.HashTable):
     pass
 
 
@@ -153,7 +153,7 @@ def a_rule_of_its_own(kind: str, rank: int, folder: Path) -> None:
     """Refused where ranks own the same ids by it: one id, or all ids on two ranks or on all of them."""
     group_of(rank, RANKS_COUNT, folder)
     columns: Any = {"optimizer_slots": {"sum": torch.float64}}
-    table: Any = RuledTable("t", DIM, **columns) if kind == "hash" else RuledLevels("t", DIM, cache_rows=16, **columns)
+    table: Any = TableByRule("t", DIM, **columns) if kind == "hash" else RuledLevels("t", DIM, cache_rows=16, **columns)
     table.index, table.count = rank, RANKS_COUNT
     for host_level in ("copy", "first_touch"):
         device = asyncckpt.DeviceOptions(host_level=host_level)

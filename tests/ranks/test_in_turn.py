@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from asyncckpt.engine.ranks import in_turn
 from asyncckpt.errors import FilterError, UnsupportedError, UsageError
 from asyncckpt.storage import owner_lock
 from tests.ranks.forked import REPOSITORY
+from tests.worlds.gates import Gate
 
 RANKS = 4
 IN_TURN = asyncckpt.RankOptions(in_turn=True)
@@ -174,17 +174,12 @@ def test_parts_behind_one_that_fails_hear_of_it(tmp_path: Path) -> None:
 
 
 def test_a_save_that_runs_while_its_step_is_given_up_fails(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-
-    def waiting(blocks: Any) -> Any:
-        assert goes_on.wait(60)
-        return blocks
-
-    with saver_of(tmp_path, 0, filter_func=waiting, on_busy="queue") as saver:
+    gate = Gate()
+    with saver_of(tmp_path, 0, filter_func=gate, on_busy="queue") as saver:
         future = saver.save_async(1)
         with pytest.raises(asyncckpt.PeerError, match="step 1 was not committed"):
             saver.save_async(2)
-        goes_on.set()
+        gate.open()
         with pytest.raises(asyncckpt.PeerError, match="step 1 was given up"):
             future.result(60)
     assert asyncckpt.list_steps(tmp_path) == []

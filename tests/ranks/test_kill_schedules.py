@@ -17,7 +17,7 @@ import pytest
 
 from tests.ranks.forked import await_end, await_stopped, end, start
 from tests.ranks.kill_points import OF_COORDINATOR, OF_PARTICIPANT
-from tests.ranks.schedule_rank import Schedule, run_rank
+from tests.ranks.schedule_rank import Strikes, run_rank
 from tests.ranks.training import differences, image, load_whole, run_alone
 
 pytestmark = [pytest.mark.any_core, pytest.mark.timeout(300)]
@@ -28,19 +28,19 @@ AT_ONCE = 8
 TOO_LATE = {False: {"prepared"}, True: {"renamed", "durable", "told"}}
 
 GROUPS = {
-    "participant of two": [Schedule(2, 1, point) for point in OF_PARTICIPANT],
-    "coordinator of two": [Schedule(2, 0, point) for point in OF_COORDINATOR],
+    "participant of two": [Strikes(2, 1, point) for point in OF_PARTICIPANT],
+    "coordinator of two": [Strikes(2, 0, point) for point in OF_COORDINATOR],
     "four": [
-        *(Schedule(4, victim, point) for victim, point in ((1, "capture"), (2, "write"), (3, "prepared"))),
-        *(Schedule(4, 0, point) for point in ("plan", "written", "manifest written", "renamed")),
+        *(Strikes(4, victim, point) for victim, point in ((1, "capture"), (2, "write"), (3, "prepared"))),
+        *(Strikes(4, 0, point) for point in ("plan", "written", "manifest written", "renamed")),
     ],
     "stopped": [
-        *(Schedule(2, 1, point, "stop") for point in ("plan", "write", "before prepared", "prepared")),
-        *(Schedule(2, 0, point, "stop") for point in ("filter", "manifest written", "renamed")),
+        *(Strikes(2, 1, point, "stop") for point in ("plan", "write", "before prepared", "prepared")),
+        *(Strikes(2, 0, point, "stop") for point in ("filter", "manifest written", "renamed")),
     ],
     "over files": [
-        *(Schedule(2, 1, point, over="file") for point in ("capture", "written", "prepared")),
-        *(Schedule(2, 0, point, over="file") for point in ("write", "manifest written", "durable")),
+        *(Strikes(2, 1, point, over="file") for point in ("capture", "written", "prepared")),
+        *(Strikes(2, 0, point, over="file") for point in ("write", "manifest written", "durable")),
     ],
 }
 
@@ -62,7 +62,7 @@ def test_survivors_are_told_and_the_newest_commit_is_whole(tmp_path: Path, group
     assert not problems, "\n\n".join(problems)
 
 
-def run(schedule: Schedule, folder: Path) -> tuple[dict[int, Any], list[str]]:
+def run(schedule: Strikes, folder: Path) -> tuple[dict[int, Any], list[str]]:
     """Run all ranks to their end; what each was told, and what is wrong with how they ended."""
     folder.mkdir()
     ranks = [
@@ -91,7 +91,7 @@ def run(schedule: Schedule, folder: Path) -> tuple[dict[int, Any], list[str]]:
     return told, complaints + ([f"the victim ended with {victims_code}"] if victims_code != expected else [])
 
 
-def judge_told(schedule: Schedule, told: dict[int, Any]) -> list[str]:
+def judge_told(schedule: Strikes, told: dict[int, Any]) -> list[str]:
     """Survivors were all told, the truth about who is at fault, and never the opposite of each other."""
     survivors = {rank: how for rank, how in told.items() if rank != schedule.victim}
     complaints = []
@@ -113,7 +113,7 @@ def judge_told(schedule: Schedule, told: dict[int, Any]) -> list[str]:
     return complaints
 
 
-def judge_directory(schedule: Schedule, told: dict[int, Any], folder: Path) -> list[str]:
+def judge_directory(schedule: Strikes, told: dict[int, Any], folder: Path) -> list[str]:
     """The newest commit is one that what was told allows, and holds exactly what was trained."""
     step, found = load_whole(folder / "checkpoints")
     outcomes = {how["outcome"] for how in told.values()}

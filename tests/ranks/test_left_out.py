@@ -51,14 +51,18 @@ def test_a_rank_that_has_nothing_to_write(tmp_path: Path) -> None:
         assert torch.equal(modules["e"].weight, expected)
 
 
+def check_whole(path: Path, step: int) -> None:
+    found = asyncckpt.load(path, step=step)
+    assert found.keys() == {f"w{n}" for n in range(6)}
+    assert all(torch.equal(found[f"w{n}"], whole() + n) for n in range(6))
+
+
 def test_one_group_of_a_mesh_saves_all_that_it_holds(tmp_path: Path) -> None:
     """Whoever is the writer among all ranks of the mesh may not be there."""
     assert run(left_out_ranks.one_group_of_a_mesh, 4, tmp_path) == [0] * 4
     places = [f"{layout}-{number}" for layout in ("all", "rows") for number in range(2)]
     for place in (*places, *(f"alone-{rank}" for rank in range(4))):
-        found = asyncckpt.load(tmp_path / place, step=2)
-        assert found.keys() == {f"w{n}" for n in range(6)}
-        assert all(torch.equal(found[f"w{n}"], whole() + n) for n in range(6))
+        check_whole(tmp_path / place, 2)
 
 
 def test_as_many_ranks_as_a_mesh_has_save_all_that_they_hold(tmp_path: Path) -> None:
@@ -66,9 +70,7 @@ def test_as_many_ranks_as_a_mesh_has_save_all_that_they_hold(tmp_path: Path) -> 
     assert run(left_out_ranks.as_many_ranks_as_a_mesh_has, 4, tmp_path) == [0] * 4
     for place in ("one", "two"):
         for step in range(3):
-            found = asyncckpt.load(tmp_path / place, step=step)
-            assert found.keys() == {f"w{n}" for n in range(6)}
-            assert all(torch.equal(found[f"w{n}"], whole() + n) for n in range(6))
+            check_whole(tmp_path / place, step)
 
 
 def test_who_writes_a_box_is_asked_again_where_its_size_has_changed(tmp_path: Path) -> None:

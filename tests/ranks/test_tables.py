@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,60 +16,42 @@ from tests.ranks.forked import run
 pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
 
 ALL = [0] * table_ranks.RANKS_COUNT
+COMMITTED = {1: 1, 2: 2, 3: 3, 4: 4}
 KINDS = pytest.mark.parametrize("kind", table_ranks.MAKERS)
 
 
 @KINDS
-def test_shards_are_saved_each_by_its_rank(tmp_path: Path, kind: str) -> None:
-    assert run(partial(table_ranks.shards, kind), 4, tmp_path) == ALL
-    table_ranks.check(tmp_path / "checkpoints", kind, {1: 1, 2: 2, 3: 3, 4: 4})
-
-
-@KINDS
-def test_slices_are_saved_each_by_its_rank(tmp_path: Path, kind: str) -> None:
-    assert run(partial(table_ranks.slices, kind), 4, tmp_path) == ALL
-    table_ranks.check(tmp_path / "checkpoints", kind, {1: 1, 2: 2, 3: 3, 4: 4})
-
-
-@KINDS
-def test_replicas_are_saved_once(tmp_path: Path, kind: str) -> None:
-    assert run(partial(table_ranks.replicas, kind), 4, tmp_path) == ALL
-    table_ranks.check(tmp_path / "checkpoints", kind, {1: 1, 2: 2, 3: 3, 4: 4})
+@pytest.mark.parametrize(
+    ("scenario", "steps"),
+    [
+        pytest.param(table_ranks.shards, COMMITTED, id="shards are saved each by its rank"),
+        pytest.param(table_ranks.slices, COMMITTED, id="slices are saved each by its rank"),
+        pytest.param(table_ranks.replicas, COMMITTED, id="replicas are saved once"),
+        # Before, those of one rank were saved, and all ranks reported success.
+        pytest.param(table_ranks.each_has_rows_of_its_own, COMMITTED, id="rows of each rank alone are no replicas"),
+        pytest.param(table_ranks.replicas_differ, {1: 0, 2: 0, 3: 0, 4: 0}, id="replicas that differ are refused"),
+        pytest.param(table_ranks.audited, {1: 0, 2: 0, 3: 0}, id="an audit finds replicas that drift apart"),
+    ],
+)
+def test_what_is_said_rightly_loads(tmp_path: Path, scenario: Any, steps: dict[int, int], kind: str) -> None:
+    assert run(partial(scenario, kind), 4, tmp_path) == ALL
+    table_ranks.check(tmp_path / "checkpoints", kind, steps)
 
 
 @pytest.mark.parametrize("kind", ["hash", "levels"])
 def test_tables_with_a_rule_of_their_own(tmp_path: Path, kind: str) -> None:
     assert run(partial(table_ranks.a_rule_of_its_own, kind), 4, tmp_path) == ALL
-    table_ranks.check(tmp_path / "checkpoints", "hash", {1: 1, 2: 2, 3: 3, 4: 4})
+    table_ranks.check(tmp_path / "checkpoints", "hash", COMMITTED)
 
 
 @pytest.mark.parametrize("silent", [0, 2])
 def test_a_rank_that_says_nothing_is_heard_of_by_all(tmp_path: Path, silent: int) -> None:
     assert run(partial(table_ranks.unsaid_on_one, silent), 4, tmp_path) == ALL
-    table_ranks.check(tmp_path / "checkpoints", "hash", {1: 1, 2: 2, 3: 3, 4: 4})
+    table_ranks.check(tmp_path / "checkpoints", "hash", COMMITTED)
 
 
 def test_who_says_nothing_is_refused(tmp_path: Path) -> None:
     assert run(table_ranks.unsaid, 4, tmp_path) == ALL
-
-
-@KINDS
-def test_rows_of_its_own_on_each_rank_are_no_replicas(tmp_path: Path, kind: str) -> None:
-    """Before, those of one rank were saved, and all ranks reported success."""
-    assert run(partial(table_ranks.each_has_rows_of_its_own, kind), 4, tmp_path) == ALL
-    table_ranks.check(tmp_path / "checkpoints", kind, {1: 1, 2: 2, 3: 3, 4: 4})
-
-
-@KINDS
-def test_replicas_that_differ_are_refused(tmp_path: Path, kind: str) -> None:
-    assert run(partial(table_ranks.replicas_differ, kind), 4, tmp_path) == ALL
-    table_ranks.check(tmp_path / "checkpoints", kind, {1: 0, 2: 0, 3: 0, 4: 0})
-
-
-@KINDS
-def test_replicas_that_drift_apart_are_found_by_an_audit(tmp_path: Path, kind: str) -> None:
-    assert run(partial(table_ranks.audited, kind), 4, tmp_path) == ALL
-    table_ranks.check(tmp_path / "checkpoints", kind, {1: 0, 2: 0, 3: 0})
 
 
 @KINDS

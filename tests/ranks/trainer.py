@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import asyncckpt
 from tests.ranks.kill_points import strike_at
-from tests.ranks.training import Training
+from tests.ranks.training import RankTraining
 
 PEER_DEADLINE_S = 20.0
 
@@ -24,7 +24,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks_count = dist.get_rank(), dist.get_world_size()
-    training = Training(rank, ranks_count, dist.group.WORLD)
+    training = RankTraining(rank, ranks_count, dist.group.WORLD)
     saver = asyncckpt.Saver(
         rank,
         ranks_count,

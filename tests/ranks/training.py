@@ -18,7 +18,7 @@ DIM = 4
 IDS = np.concatenate([np.arange(-20, 60), [-(2**63), 2**63 - 1, 2**62 + 1]]).astype(np.int64)
 
 
-class Training:
+class RankTraining:
     """Every rank owns its ids of a hash table and holds all of a dense model.
 
     group: the ranks that train together; None: they do not talk, each computes what the sum over all would be.
@@ -66,7 +66,7 @@ class Training:
 class _Progress:
     """The step and the rank, as plain values that follow the training."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: RankTraining) -> None:
         self._training = training
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,16 +76,16 @@ class _Progress:
         self._training.step = state["step"]
 
 
-def run_alone(steps: int, ranks_count: int) -> list[Training]:
+def run_alone(steps: int, ranks_count: int) -> list[RankTraining]:
     """All ranks of a job after so many steps, without a process group and without any fault."""
-    ranks = [Training(rank, ranks_count) for rank in range(ranks_count)]
+    ranks = [RankTraining(rank, ranks_count) for rank in range(ranks_count)]
     for _ in range(steps):
         for training in ranks:
             training.train()
     return ranks
 
 
-def image(*ranks: Training) -> dict[str, Any]:
+def image(*ranks: RankTraining) -> dict[str, Any]:
     """Everything that ranks hold together, whichever of them holds which row; equal for equal states."""
     rows: dict[int, tuple[bytes, bytes]] = {}
     for training in ranks:
@@ -102,7 +102,7 @@ def image(*ranks: Training) -> dict[str, Any]:
 
 def load_whole(path: Any, step: int | None = None) -> tuple[int, dict[str, Any]]:
     """Load a step (default: the newest) into one rank; which step it was, and its image."""
-    training = Training(0, 1)
+    training = RankTraining(0, 1)
     report = asyncckpt.Loader(path, {"user": training.table}, training.tensors, step=step, verify="before").load()
     return int(report.step), image(training)
 

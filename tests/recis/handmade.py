@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tests.worlds.bits import raw_of
+
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -35,10 +37,6 @@ def slice_of(shard: int, shards: int) -> tuple[int, int]:
     """gen_slice: the first shards have one bucket more."""
     counts = [SIZE // shards + (number < SIZE % shards) for number in range(shards)]
     return sum(counts[:shard]), sum(counts[: shard + 1])
-
-
-def raw_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @dataclass

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,8 @@ from tests.end_to_end.merged_ranks import as_boxes, save_each
 from tests.recis.handmade import Handmade, dense_values, user_rows
 from tests.recis.rules import check_rules
 from tests.recis.test_loading import check_rows, make_table
+from tests.worlds.directories import flip_byte
+from tests.worlds.failing_calls import fail_in_turn
 
 BACK = {"embedding": "embedding", "exp_avg": "sparse_adam_exp_avg", "exp_avg_sq": "sparse_adam_exp_avg_sq"}
 
@@ -250,9 +250,7 @@ def test_a_name_that_is_taken_is_left_alone(tmp_path: Path) -> None:
 def test_damage_in_the_source_leaves_nothing(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path / "run", {"x": torch.ones(100_000)}, hashtables={"user": make_table()})
     [shard] = (tmp_path / "run" / "data").glob("*/*.safetensors")
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    flip_byte(shard)
     with pytest.raises(CorruptError, match="does not match its digest"):
         recis.export_checkpoint(tmp_path / "run", tmp_path / "ckpt", optimizer="sparse_adam")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -263,9 +261,7 @@ def test_what_is_not_read_back_as_written_is_not_published(tmp_path: Path, monke
         for name in folder.names():
             if name.endswith(".safetensors"):
                 path = folder.path / name
-                raw = bytearray(path.read_bytes())
-                raw[-1] ^= 1
-                path.write_bytes(raw)
+                flip_byte(path)
 
     monkeypatch.setattr("asyncckpt.commit.new_entry.NewEntry._sync", damage)
     with pytest.raises(CorruptError, match="not read back as it was written"):
@@ -274,29 +270,9 @@ def test_what_is_not_read_back_as_written_is_not_published(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("call", ["open", "mkdir", "rename", "fsync", "ftruncate"])
-def test_a_failing_operation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Each call of a kind fails in turn, until there is none left to fail."""
-    for failing in range(100):
-        count = iter(range(1000))
-        real = getattr(os, call)
+def test_a_failing_operation_leaves_nothing(tmp_path: Path, call: str) -> None:
+    def save() -> None:
+        recis.save(tmp_path / "ckpt", tensors={"x": torch.ones(10)})
 
-        def fail(*arguments: Any, _real: Any = real, _at: int = failing, _count: Any = count, **more: Any) -> Any:
-            if str(arguments[0]).startswith("/proc") or next(_count) != _at:
-                return _real(*arguments, **more)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        with monkeypatch.context() as patched:
-            patched.setattr(os, call, fail)
-            try:
-                recis.save(tmp_path / "ckpt", tensors={"x": torch.ones(10)})
-            except asyncckpt.CheckpointError as raised:
-                error = raised
-            else:
-                break
-        left = [path.name for path in tmp_path.iterdir()]
-        if left:  # Only the last sync comes behind the rename.
-            assert (call, left, type(error)) == ("fsync", ["ckpt"], asyncckpt.IndeterminateError)
-            assert error.resolve()
-            break
-    assert failing > 0
+    assert fail_in_turn(call, save, tmp_path / "ckpt") > 0
     same_dense(check_rules(tmp_path / "ckpt", shards=1, parallel=8)[1], {"x": torch.ones(10)})

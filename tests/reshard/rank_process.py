@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import asyncckpt
-from tests.reshard.world import World
-from tests.trainer_state.run import Run
+from tests.reshard.world import RankObjects
+from tests.trainer_state.run import ResumedRun
 
 PROCESSES = 4
 HOPS = (1, 2, 4, 3, 1)
@@ -27,14 +27,14 @@ GRIDS = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2)}
 DEADLINE_S = 60.0
 
 
-def saver_of(world: World, path: Path, group: Any) -> asyncckpt.Saver:
+def saver_of(world: RankObjects, path: Path, group: Any) -> asyncckpt.Saver:
     options: dict[str, Any] = {"path": path, "hashtables": world.tables(), "tensors": world.state()}
     if world.ranks_count == 1:
         return asyncckpt.Saver(**options)
     return asyncckpt.Saver(ranks=asyncckpt.RankOptions(process_group=group, peer_deadline=DEADLINE_S), **options)
 
 
-def load(world: World, path: Path, **options: Any) -> Any:
+def load(world: RankObjects, path: Path, **options: Any) -> Any:
     return asyncckpt.Loader(
         path, world.tables(), world.state(), shard_index=world.rank, shard_num=world.ranks_count, **options
     ).load()
@@ -51,12 +51,12 @@ def hops(rank: int, path: Path) -> None:
     grids = {count: _grid(count) for count in counts}
     for hop, count in enumerate(HOPS):
         if rank < count:
-            one_hop(World(rank, count, lines[count], grids[count]), hop, path, groups[count])
-            reload(World(rank, count, lines[count], grids[count]), path / str(hop))
+            one_hop(RankObjects(rank, count, lines[count], grids[count]), hop, path, groups[count])
+            reload(RankObjects(rank, count, lines[count], grids[count]), path / str(hop))
         dist.barrier()
 
 
-def one_hop(world: World, hop: int, path: Path, group: Any) -> None:
+def one_hop(world: RankObjects, hop: int, path: Path, group: Any) -> None:
     """Load what other ranks have saved, check it, save it: a full checkpoint that is off, and a delta upon it."""
     if hop == 0:
         world.fill()
@@ -83,7 +83,7 @@ def first_draws(rank: int) -> torch.Tensor:
     return torch.rand(3, generator=torch.Generator().manual_seed(50 + rank))
 
 
-def reload(world: World, path: Path) -> None:
+def reload(world: RankObjects, path: Path) -> None:
     """As many ranks as have saved: each gets its own values and random numbers."""
     load(world, path, step=10)
     with pytest.raises(AssertionError):
@@ -102,14 +102,14 @@ def resume(group: Any, path: Path) -> None:
 
     rank, save_at, until = dist.get_rank(group), 9, 17  # In the second epoch of 7 batches; then into the third.
     seed(0)
-    run = Run(group)
+    run = ResumedRun(group)
     seed(100 + rank)
     with asyncckpt.Saver(
         path=path, hashtables=run.tables, tensors=run.state, ranks=asyncckpt.RankOptions(process_group=group)
     ) as saver:
         expected = run.train(until=until, saver=saver, save_at=save_at)
     seed(7)
-    fresh = Run(group)
+    fresh = ResumedRun(group)
     load_options = {"shard_index": rank, "shard_num": dist.get_world_size(group)}
     asyncckpt.Loader(path, fresh.tables, fresh.state, **load_options).load()
     assert fresh.train(until=until) == expected[save_at:]

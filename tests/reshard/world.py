@@ -21,6 +21,7 @@ from asyncckpt.adapters import FixedTable
 from asyncckpt.model.sharded import Piece, Sharded
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.trainer_state import DataPosition, ResumableSampler, RngState, StepCounter, TrainerState
+from tests.worlds.bits import raw_of
 
 EXTREMES = [-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 2, 2**63 - 1]
 USERS = np.unique(
@@ -73,10 +74,6 @@ def rows_of(ids: np.ndarray[Any, Any], column: str, width: int) -> torch.Tensor:
     return torch.from_numpy((words >> np.uint64(32)).astype(np.uint32).view(np.float32))
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def mine(ids: np.ndarray[Any, Any], rank: int, ranks_count: int) -> np.ndarray[Any, Any]:
     return ids[ids.view(np.uint64) % np.uint64(ranks_count) == np.uint64(rank)]
 
@@ -86,7 +83,7 @@ def box_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return tensor[tuple(slice(begin, begin + size) for begin, size in ends)]
 
 
-class World:
+class RankObjects:
     """One rank's objects, not filled yet. `line` and `grid` are meshes of its ranks of one and two dimensions."""
 
     def __init__(self, rank: int, ranks_count: int, line: DeviceMesh, grid: DeviceMesh) -> None:
@@ -192,14 +189,15 @@ class World:
             for column in ("embedding", "sum", "age") if len(ids) else ():
                 values = table.embedding[rows] if column == "embedding" else table.slot(column)[rows]
                 width = values[0].numel() if len(values) else 1
-                assert bits(values) == bits(rows_of(found.numpy(), f"{table.name}.{column}", width)), (table, column)
+                wanted = rows_of(found.numpy(), f"{table.name}.{column}", width)
+                assert raw_of(values) == raw_of(wanted), (table, column)
         for name, (columns, first, _) in self.ranges.items():
             ids = np.arange(first, first + len(columns["embedding"]))
             for column, tensor in columns.items():
-                assert bits(tensor) == bits(rows_of(ids, f"{name}.{column}", tensor.shape[1])), (name, column)
+                assert raw_of(tensor) == raw_of(rows_of(ids, f"{name}.{column}", tensor.shape[1])), (name, column)
         for name, tensor in self._tensors():
             for piece, expected_bits in _pieces(name, tensor):
-                assert bits(piece) == bits(expected_bits), name
+                assert raw_of(piece) == raw_of(expected_bits), name
         for optimizer, step in ((self.adamw, 3.0), (self.spread_adamw, 4.0)):
             assert optimizer.param_groups[0]["lr"] == step / 7
             for parameter in optimizer.param_groups[0]["params"]:

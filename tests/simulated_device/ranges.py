@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.simulated_device.memory import Region, is_mapped
-from tests.simulated_device.schedule import Schedule
+from tests.simulated_device.schedule import DeviceSchedule
 
 
 class InvalidValue(RuntimeError):
@@ -56,7 +56,7 @@ def _begins_and_ends(spans: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np
 class Reach:
     """What devices reach of their own memory and of the host's; a part of SimulatedRuntime."""
 
-    schedule: Schedule
+    schedule: DeviceSchedule
     registered: dict[int, int]
     _regions: list[Region]
     _pinned_region: Region

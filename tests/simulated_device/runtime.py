@@ -24,7 +24,7 @@ from asyncckpt.staging.pool import pool
 from tests.simulated_device.library import Library, PlainLibrary, QueuedLibrary, library_on_cpu
 from tests.simulated_device.memory import Allocator, OutOfMemory, Region, is_mapped
 from tests.simulated_device.ranges import Reach
-from tests.simulated_device.schedule import DeviceLost, Operation, Point, Schedule, SimulationFault, Stream
+from tests.simulated_device.schedule import DeviceLost, DeviceSchedule, Point, QueuedWork, SimulationFault, Stream
 from tests.simulated_device.torch_queue import QueueingMode, alias
 
 DEVICE_BYTES = 32 << 20
@@ -72,7 +72,7 @@ class SimulatedRuntime(Reach):
         self._pinned_region = Region(PINNED_BYTES, protected=False)
         self._pinned = Allocator(self._pinned_region)
         self.registered: dict[int, int] = {}
-        self.schedule = Schedule(self._regions, seed)
+        self.schedule = DeviceSchedule(self._regions, seed)
         self._default = [self.schedule.new_stream(device, "default") for device in range(devices_count)]
         self._side = [self.schedule.new_stream(device, "side") for device in range(devices_count)]
         self._side_memory = SideMemory(lambda device: self._memory[device].unused_bytes, self._new_memory)
@@ -190,7 +190,7 @@ class SimulatedRuntime(Reach):
 
     def queue(self, stream: Stream, work: Callable[[], object], *, name: str) -> None:
         """Queue an operation."""
-        self.schedule.push(stream, Operation(name, work=work))
+        self.schedule.push(stream, QueuedWork(name, work=work))
         self.schedule.advance()
 
     def fail_at(self, n: int, error: Callable[[], Exception] = DeviceLost) -> None:
@@ -297,13 +297,13 @@ class SimulatedRuntime(Reach):
     def record(self, stream: Stream) -> SimulatedEvent:
         with self.calling(stream.device, "recording an event"):
             event = SimulatedEvent(self, stream)
-            self.schedule.push(stream, Operation("record", passes=event.point))
+            self.schedule.push(stream, QueuedWork("record", passes=event.point))
             return event
 
     def hold_back(self, stream: Stream, event: Any) -> None:
         assert isinstance(event, SimulatedEvent)
         with self.calling(stream.device, "ordering a stream"):
-            self.schedule.push(stream, Operation("hold back", awaits=event.point))
+            self.schedule.push(stream, QueuedWork("hold back", awaits=event.point))
 
     def new_pinned(self, bytes: int) -> torch.Tensor:
         with self.calling(0, "allocating pinned memory"), self.schedule.lock:

@@ -51,7 +51,7 @@ class Stream:
     device: int
     name: str
     handle: int
-    queue: deque[Operation] = field(default_factory=deque)
+    queue: deque[QueuedWork] = field(default_factory=deque)
     weight: float = 1.0
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class Point:
 
 
 @dataclass(eq=False)
-class Operation:
+class QueuedWork:
     """Work for a device; or the end of a wait for `awaits`; or a point to pass."""
 
     name: str
@@ -80,7 +80,7 @@ class Operation:
         return self.awaits is None or self.awaits.is_passed
 
 
-class Schedule:
+class DeviceSchedule:
     """All streams of a runtime. Its lock is held around every call; operations run under it."""
 
     def __init__(self, regions: list[Region], seed: int) -> None:
@@ -110,7 +110,7 @@ class Schedule:
             self.streams.append(stream)
             return stream
 
-    def push(self, stream: Stream, operation: Operation) -> None:
+    def push(self, stream: Stream, operation: QueuedWork) -> None:
         with self.lock:
             if self._is_running:
                 raise self.fault(f"{operation.name} was queued from within an operation of a device")

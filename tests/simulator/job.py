@@ -12,7 +12,7 @@ from tests.simulator.events import Events
 from tests.simulator.network import Network
 from tests.simulator.rank import SimulatedRank
 from tests.simulator.record import CALL_SECONDS_MAX, Record
-from tests.simulator.schedule import Schedule, draw
+from tests.simulator.schedule import JobSchedule, draw
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class JobReport:
     committed, as this rank saw for itself.
     """
 
-    schedule: Schedule
+    schedule: JobSchedule
     messages_count: int
     endings: Counter[str]
     trace: tuple[str, ...]
@@ -32,7 +32,7 @@ class JobReport:
 class SimulatedJob:
     """All ranks, the network and the disk between them."""
 
-    def __init__(self, schedule: Schedule, *, is_traced: bool = False) -> None:
+    def __init__(self, schedule: JobSchedule, *, is_traced: bool = False) -> None:
         self.schedule = schedule
         self.events = Events()
         self.disk = Disk(schedule.ranks_count)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from asyncckpt.coordination.messages import Failed, Message, Outcome, Prepared, decode, encode
 from tests.simulator.events import Events
-from tests.simulator.schedule import LIMITS, Schedule
+from tests.simulator.schedule import LIMITS, JobSchedule
 
 Deliver = Callable[[int, int, int, Message], None]  # (call, sender, to, message)
 
@@ -15,7 +15,7 @@ Deliver = Callable[[int, int, int, Message], None]  # (call, sender, to, message
 class Network:
     """Carries messages by the rules of a schedule."""
 
-    def __init__(self, schedule: Schedule, events: Events, rng: random.Random, deliver: Deliver) -> None:
+    def __init__(self, schedule: JobSchedule, events: Events, rng: random.Random, deliver: Deliver) -> None:
         self._schedule, self._events, self._rng, self._deliver = schedule, events, rng, deliver
         self._latest: dict[tuple[int, int], float] = {}
         self._is_cut: set[int] = set()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Result = Callable[[], list[Action]]
 
 
-class Died(Exception):
+class RankDied(Exception):
     """This rank's process ends here."""
 
 
@@ -53,7 +53,7 @@ class SimulatedRank:
             return
         try:
             do()
-        except Died:
+        except RankDied:
             self._die()
 
     def begin_next(self) -> None:
@@ -142,7 +142,7 @@ class SimulatedRank:
         """Count; here a process may die or stop."""
         self._doings_count += 1
         if self._schedule.deaths.get(self.rank) == self._doings_count:
-            raise Died
+            raise RankDied
         at, seconds = self._schedule.pauses.get(self.rank, (0, 0.0))
         if at == self._doings_count:
             self._paused_until = self._events.now + seconds

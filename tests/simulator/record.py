@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 from asyncckpt.coordination.messages import AttemptMessage, Message, Outcome, Prepared
 from tests.simulator.disk import Disk, Violation
-from tests.simulator.schedule import DISK_SECONDS_MAX, LIMITS, Schedule
+from tests.simulator.schedule import DISK_SECONDS_MAX, LIMITS, JobSchedule
 
 # A call ends within its limits and, after these, one effect of a slow disk in up to two parts.
 CALL_SECONDS_MAX = LIMITS.begin_s + LIMITS.save_s + LIMITS.silence_s + 2 * DISK_SECONDS_MAX
@@ -15,7 +15,7 @@ CALL_SECONDS_MAX = LIMITS.begin_s + LIMITS.save_s + LIMITS.silence_s + 2 * DISK_
 class Record:
     """Checks what can be checked at once; `check` checks the rest at the end."""
 
-    def __init__(self, schedule: Schedule, disk: Disk) -> None:
+    def __init__(self, schedule: JobSchedule, disk: Disk) -> None:
         self._schedule, self._disk = schedule, disk
         self._begun: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._paused_s: dict[tuple[int, int], float] = {}

@@ -37,7 +37,7 @@ class Behaviour:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class JobSchedule:
     """One job. Probabilities are per event; deaths and pauses are by the count of things that a rank has done."""
 
     seed: int
@@ -69,7 +69,7 @@ class Schedule:
         return self.behaviours.get((rank, call), Behaviour())
 
 
-def draw(seed: int, *, ranks_count: int | None = None) -> Schedule:
+def draw(seed: int, *, ranks_count: int | None = None) -> JobSchedule:
     """The schedule of a seed; the profile goes round with the seed, everything else is random."""
     rng = random.Random(seed)
     profile = PROFILES[seed % len(PROFILES)]
@@ -88,7 +88,7 @@ def draw(seed: int, *, ranks_count: int | None = None) -> Schedule:
         if profile == name or (profile == "chaos" and rng.random() < 0.5):
             for key, value in part(rng, ranks, calls).items():
                 facts[key] = {**facts["behaviours"], **value} if key == "behaviours" else value  # type: ignore[dict-item]
-    return Schedule(seed=seed, profile=profile, ranks_count=ranks, calls_count=calls, **facts)  # type: ignore[arg-type]
+    return JobSchedule(seed=seed, profile=profile, ranks_count=ranks, calls_count=calls, **facts)  # type: ignore[arg-type]
 
 
 def _ranks_count(rng: random.Random) -> int:

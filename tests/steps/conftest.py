@@ -10,20 +10,20 @@ import pytest
 import torch.distributed as dist
 
 from tests.steps import gate as gates
-from tests.steps.gate import Gate
-from tests.steps.world import World
+from tests.steps.gate import StepGate
+from tests.steps.world import Stepped
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepGate]:
     made = gates.install(monkeypatch)
     yield made
     made.open()
 
 
 @pytest.fixture
-def world(tmp_path: Path, gate: Gate) -> Iterator[World]:
-    made = World(tmp_path)
+def world(tmp_path: Path, gate: StepGate) -> Iterator[Stepped]:
+    made = Stepped(tmp_path)
     gate.log.clear()
     yield made
     gate.open()

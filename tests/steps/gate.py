@@ -18,7 +18,7 @@ from asyncckpt.engine.process.background import copiers
 WAIT_S_MAX = 30.0
 
 
-class Gate:
+class StepGate:
     """While it is shut, the background begins its next chunk and copies nothing of it.
 
     log: for each chunk who has copied it, when it was copied.
@@ -60,8 +60,8 @@ def watch_short(monkeypatch: pytest.MonkeyPatch, *, bytes_min: int = 1) -> None:
     monkeypatch.setattr(steps, "STEPPED_BYTES_MIN", bytes_min)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:
-    gate, copy = Gate(), Chunk.copy
+def install(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> StepGate:
+    gate, copy = StepGate(), Chunk.copy
     watch_short(monkeypatch)
 
     def gated(self: Chunk, *, threads: int) -> None:
@@ -77,9 +77,9 @@ def install(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:
     return gate
 
 
-def install_before(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:
+def install_before(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> StepGate:
     """While this one is shut, the background begins no chunk, so that nobody waits for it."""
-    gate, run = Gate(), StepCopies.run
+    gate, run = StepGate(), StepCopies.run
     watch_short(monkeypatch)
 
     def gated(self: StepCopies, order: Sequence[int], *, threads: int) -> None:

@@ -17,7 +17,7 @@ import torch
 
 import asyncckpt
 from tests.devices.training import differing
-from tests.steps.trainings import Training, kept_by, leaves_of, local, parameters_of
+from tests.steps.trainings import RandomTraining, kept_by, leaves_of, local, parameters_of
 
 Optimizer = torch.optim.Optimizer
 Memory = tuple[int, int]
@@ -91,17 +91,17 @@ def watched_in(state: Any, listed: Iterable[Optimizer]) -> dict[str, Watched]:
     return found
 
 
-class Interrupted(Exception):
+class InterruptedStep(Exception):
     """What a handler of a signal raises while a step waits."""
 
 
-class Model:
+class SavesOfTraining:
     """The saves of one training. counts: what happened.
 
     raised: errors of earlier saves, from calls on their Saver. exchanged: parameters that have another one's memory.
     """
 
-    def __init__(self, training: Training, counts: Counter[str]) -> None:
+    def __init__(self, training: RandomTraining, counts: Counter[str]) -> None:
         self.training, self.counts = training, counts
         self.saves: list[Save] = []
         self.raised: list[BaseException] = []
@@ -166,7 +166,7 @@ class Model:
         self.steps_count += 1
         try:
             yield
-        except Interrupted:
+        except InterruptedStep:
             for save, watched in before:
                 save.watched = watched
             raise

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.steps.gate import Gate
+from tests.steps.gate import StepGate
+from tests.steps.world import check_swapped
 
 pytestmark = pytest.mark.any_core
 
@@ -44,7 +45,7 @@ def multiply_what_is_within(module: torch.nn.Module) -> None:
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 @pytest.mark.parametrize("act", [load, multiply, multiply_what_is_within])
 def test_what_is_changed_otherwise_is_refused_by_name(
-    tmp_path: Path, mesh: Any, gate: Gate, kind: str, act: Callable[[torch.nn.Module], None]
+    tmp_path: Path, mesh: Any, gate: StepGate, kind: str, act: Callable[[torch.nn.Module], None]
 ) -> None:
     module = module_of(mesh, kind)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -58,7 +59,7 @@ def test_what_is_changed_otherwise_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
-def test_a_step_waits(tmp_path: Path, mesh: Any, gate: Gate, kind: str) -> None:
+def test_a_step_waits(tmp_path: Path, mesh: Any, gate: StepGate, kind: str) -> None:
     module = module_of(mesh, kind)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     parameter: Any = next(module.parameters())
@@ -75,7 +76,7 @@ def test_a_step_waits(tmp_path: Path, mesh: Any, gate: Gate, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 @pytest.mark.parametrize("writes", [False, True])
-def test_one_that_is_swapped_is_watched(tmp_path: Path, mesh: Any, gate: Gate, kind: str, writes: bool) -> None:
+def test_one_that_is_swapped_is_watched(tmp_path: Path, mesh: Any, gate: StepGate, kind: str, writes: bool) -> None:
     """What counts its writes goes with its memory to the other one."""
     module, other = module_of(mesh, kind), torch.nn.Parameter(next(module_of(mesh, kind).parameters()).detach())
     parameter: Any = next(module.parameters())
@@ -84,17 +85,5 @@ def test_one_that_is_swapped_is_watched(tmp_path: Path, mesh: Any, gate: Gate, k
         while writes and other._version < parameter._version:
             other.zero_()
     values = parameter.to_local().detach().clone()
-    device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD(module.parameters(), lr=1.0)])
-    with asyncckpt.Saver(path=tmp_path, tensors={"module": module}, device=device) as saver:
-        with gate.held():
-            future = saver.save_async(1)
-            torch.utils.swap_tensors(parameter, other)
-            if writes:
-                with torch.no_grad():
-                    other.mul_(2)
-        if writes:
-            with pytest.raises(asyncckpt.UsageError, match=r"'module\.weight' was changed between save_async"):
-                future.result(60)
-        else:
-            future.result(60)
-            assert torch.equal(asyncckpt.load(tmp_path, step=1)["module"]["weight"].detach(), values)
+    check_swapped(tmp_path, gate, {"module": module}, parameter, other, writes=writes, name="module.weight")
+    assert writes or torch.equal(asyncckpt.load(tmp_path, step=1)["module"]["weight"].detach(), values)

@@ -19,15 +19,15 @@ import asyncckpt
 from asyncckpt.devices import watches
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.staging.pool import pool
-from tests.steps.gate import Gate, fences_of
-from tests.steps.world import World, load_optimizer
+from tests.steps.gate import StepGate, fences_of
+from tests.steps.world import Stepped, check_swapped, load_optimizer
 
 pytestmark = pytest.mark.any_core
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_child_steps_without_its_parents_save(world: World, gate: Gate) -> None:
+def test_a_forked_child_steps_without_its_parents_save(world: Stepped, gate: StepGate) -> None:
     values = world.values()
     with gate.held():
         future = world.saver.save_async(1)
@@ -41,7 +41,7 @@ def test_a_forked_child_steps_without_its_parents_save(world: World, gate: Gate)
     world.check(future, 1, values)
 
 
-def test_a_cancelled_save_gives_its_arena_back(world: World, gate: Gate) -> None:
+def test_a_cancelled_save_gives_its_arena_back(world: Stepped, gate: StepGate) -> None:
     with gate.held():
         future = world.saver.save_async(1)
         gate.await_copier()
@@ -54,7 +54,7 @@ def test_a_cancelled_save_gives_its_arena_back(world: World, gate: Gate) -> None
     world.check(world.saver.save_async(2), 2, values)
 
 
-def test_nothing_of_a_state_is_kept_behind_the_step(world: World, gate: Gate) -> None:
+def test_nothing_of_a_state_is_kept_behind_the_step(world: Stepped, gate: StepGate) -> None:
     future = world.saver.save_async(1)
     old = weakref.ref(world.optimizers[0].state[world.weight]["exp_avg"].untyped_storage())
     load_optimizer(world)
@@ -66,7 +66,7 @@ def test_nothing_of_a_state_is_kept_behind_the_step(world: World, gate: Gate) ->
     assert old() is None
 
 
-def test_steps_of_others_may_have_any_tensors(world: World, gate: Gate) -> None:
+def test_steps_of_others_may_have_any_tensors(world: Stepped, gate: StepGate) -> None:
     """A hook of ours looks at all of them, and must not fail there."""
     sparse = torch.zeros(3, 3).to_sparse().requires_grad_()
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
@@ -77,7 +77,7 @@ def test_steps_of_others_may_have_any_tensors(world: World, gate: Gate) -> None:
     future.result(30)
 
 
-def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
+def test_ctrl_c_ends_a_wait_and_nothing_else(world: Stepped, gate: StepGate) -> None:
     values = world.values()
     world.weight.grad = torch.ones(300)
     with gate.held():
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
 
 
 def test_nothing_of_a_saver_stays_behind_it(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    world = Stepped(tmp_path)
     fences = weakref.ref(fences_of(world.saver))
     world.saver.close()
     del world
@@ -112,7 +112,7 @@ def test_nothing_of_a_saver_stays_behind_it(tmp_path: Path) -> None:
     assert fences() is None
 
 
-def test_an_optimizer_without_a_hash_steps(world: World) -> None:
+def test_an_optimizer_without_a_hash_steps(world: Stepped) -> None:
     class Unhashable(torch.optim.SGD):
         def __eq__(self, other: object) -> bool:
             return self is other
@@ -151,7 +151,9 @@ def _with_a_list() -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make", [_lazy, _without_address, _with_a_list])
-def test_optimizers_like_no_others_step(world: World, gate: Gate, make: Callable[[], torch.optim.Optimizer]) -> None:
+def test_optimizers_like_no_others_step(
+    world: Stepped, gate: StepGate, make: Callable[[], torch.optim.Optimizer]
+) -> None:
     other, values = make(), world.values()
     future = world.saver.save_async(1)
     other.step()
@@ -160,7 +162,7 @@ def test_optimizers_like_no_others_step(world: World, gate: Gate, make: Callable
 
 @pytest.mark.parametrize("make", [_lazy, _without_address, _with_a_list])
 def test_optimizers_like_no_others_may_be_waited_for(
-    tmp_path: Path, gate: Gate, make: Callable[[], torch.optim.Optimizer]
+    tmp_path: Path, gate: StepGate, make: Callable[[], torch.optim.Optimizer]
 ) -> None:
     weight, other = torch.nn.Parameter(torch.ones(90)), make()
     device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0), other])
@@ -171,26 +173,14 @@ def test_optimizers_like_no_others_may_be_waited_for(
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_tensor_that_is_swapped_is_watched(tmp_path: Path, gate: Gate, writes: bool) -> None:
+def test_a_tensor_that_is_swapped_is_watched(tmp_path: Path, gate: StepGate, writes: bool) -> None:
     weight, other = torch.nn.Parameter(torch.arange(300.0)), torch.nn.Parameter(torch.zeros(300))
     values = weight.detach().clone()
-    device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0)])
-    with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device) as saver:
-        with gate.held():
-            future = saver.save_async(1)
-            torch.utils.swap_tensors(weight, other)
-            if writes:
-                with torch.no_grad():
-                    other.mul_(2)
-        if writes:
-            with pytest.raises(asyncckpt.UsageError, match="'weight' was changed between save_async"):
-                future.result(30)
-        else:
-            future.result(30)
-            assert torch.equal(asyncckpt.load(tmp_path, step=1)["weight"].detach(), values)
+    check_swapped(tmp_path, gate, {"weight": weight}, weight, other, writes=writes, name="weight")
+    assert writes or torch.equal(asyncckpt.load(tmp_path, step=1)["weight"].detach(), values)
 
 
-def test_what_a_step_has_left_behind_is_as_it_was(tmp_path: Path, gate: Gate) -> None:
+def test_what_a_step_has_left_behind_is_as_it_was(tmp_path: Path, gate: StepGate) -> None:
     weight = torch.nn.Parameter(torch.arange(300.0))
     optimizer, values = torch.optim.SGD([weight], lr=1.0), torch.arange(300.0)
     weight.grad = torch.ones(300)
@@ -204,7 +194,7 @@ def test_what_a_step_has_left_behind_is_as_it_was(tmp_path: Path, gate: Gate) ->
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no signal for users")
-def test_a_handler_that_saves_while_a_step_waits_has_what_was_there(world: World, gate: Gate) -> None:
+def test_a_handler_that_saves_while_a_step_waits_has_what_was_there(world: Stepped, gate: StepGate) -> None:
     values, saved = world.values(), list[asyncckpt.SaveFuture]()
 
     def interrupt() -> None:
@@ -225,7 +215,9 @@ def test_a_handler_that_saves_while_a_step_waits_has_what_was_there(world: World
     world.check(saved[0], 2, values)
 
 
-def test_a_write_that_torch_counts_late_is_seen(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_torch_counts_late_is_seen(
+    tmp_path: Path, gate: StepGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight, ended = torch.nn.Parameter(torch.arange(300.0)), list[float]()
     counts_of, begin_commit = watches._versions, SaveJob.begin_commit
     is_over = lambda: bool(ended) and time.monotonic() > ended[0]  # noqa: E731

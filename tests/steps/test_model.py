@@ -24,8 +24,9 @@ from asyncckpt.engine.features.steps import StepFences
 from asyncckpt.engine.save import save_job
 from tests.shares import slow_but_for_a_share
 from tests.steps import gate as gates
-from tests.steps.trainer import Trainer
-from tests.steps.trainings import Training
+from tests.steps.trainer import SavingTrainer
+from tests.steps.trainings import RandomTraining
+from tests.worlds.gates import nothing
 
 pytestmark = pytest.mark.any_core
 
@@ -45,7 +46,7 @@ class Seams:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mesh: Any) -> None:
         self.monkeypatch, self.mesh = monkeypatch, mesh
-        self.trainer: Trainer | None = None
+        self.trainer: SavingTrainer | None = None
         self.counts: Counter[str] = Counter()
         monkeypatch.setattr(save_job, "WRITE_S_MAX", 0.05)  # Nothing that this thread writes takes longer.
         self.gates = [gates.install_before(monkeypatch), gates.install(monkeypatch)]
@@ -72,8 +73,8 @@ class Seams:
         gates.watch_short(self.monkeypatch, bytes_min=(1, 1, 100)[seed % 3])
         self.monkeypatch.setattr(step_copies, "CHUNK_BYTES", (300, 700, 5000, 1 << 20)[seed % 4] * scale)
         kind = {3: "DTensors", 6: "sharded" if HAS_FSDP2 else "DTensors"}.get(seed % 8)
-        training = Training(seed, self.mesh if kind else None, is_sharded=kind == "sharded", scale=scale)
-        self.trainer = trainer = Trainer(training, path, self.gates, self.counts)
+        training = RandomTraining(seed, self.mesh if kind else None, is_sharded=kind == "sharded", scale=scale)
+        self.trainer = trainer = SavingTrainer(training, path, self.gates, self.counts)
         try:
             with trainer.running():
                 trainer.run()
@@ -106,10 +107,6 @@ def test_saves_of_many_programs_are_as_the_model_says(hundred: int, tmp_path: Pa
     assert min(seams.counts[name] for name in HAPPENING) > 0
 
 
-def _left_out(*_: Any, **__: Any) -> None:
-    """What is left of a method that was taken away."""
-
-
 @pytest.mark.parametrize("round", range(5))
 @pytest.mark.parametrize(
     ("owner", "name"),
@@ -119,7 +116,7 @@ def _left_out(*_: Any, **__: Any) -> None:
 def test_what_is_left_out_is_found(
     owner: object, name: str, round: int, tmp_path: Path, seams: Seams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, _left_out)
+    monkeypatch.setattr(owner, name, nothing)
     seeds = range(round * ROUND_COUNT, (round + 1) * ROUND_COUNT)
     assert any(is_wrong(seams, seed, tmp_path / str(seed)) for seed in seeds)
 

@@ -17,12 +17,12 @@ import asyncckpt
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.devices.step_copies import StepCopies
 from asyncckpt.engine.features.steps import StepFences
-from tests.steps.gate import Gate
+from tests.steps.gate import StepGate
 
 pytestmark = pytest.mark.any_core
 
 
-class World:
+class Neighbours:
     """Two parameters, which lie in one memory, with an optimizer each."""
 
     def __init__(self) -> None:
@@ -38,21 +38,21 @@ class World:
         optimizer.step()
 
 
-def of_pieces(world: World) -> None:
+def of_pieces(world: Neighbours) -> None:
     pieces = [torch.nn.Parameter(world.memory[begin : begin + 90]) for begin in (700, 1600, 1900)]
     world.step(torch.optim.SGD(pieces, lr=1.0, fused=True))
 
 
-def of_all_memory(world: World) -> None:
+def of_all_memory(world: Neighbours) -> None:
     world.step(torch.optim.SGD([torch.nn.Parameter(world.memory)], lr=1.0, fused=True))
 
 
-def of_memory_that_was_exchanged(world: World) -> None:
+def of_memory_that_was_exchanged(world: Neighbours) -> None:
     world.first.data, world.second.data = world.second.data, world.first.data
     world.step(world.optimizers[1])
 
 
-def of_a_parameter_that_was_another_ones(world: World) -> None:
+def of_a_parameter_that_was_another_ones(world: Neighbours) -> None:
     """The background stands before a chunk of the other one, whose part is the first."""
     world.optimizers[1].add_param_group({"params": [world.first]})
     world.step(world.optimizers[1])
@@ -61,8 +61,10 @@ def of_a_parameter_that_was_another_ones(world: World) -> None:
 @pytest.mark.parametrize(
     "act", [of_pieces, of_all_memory, of_memory_that_was_exchanged, of_a_parameter_that_was_another_ones]
 )
-def test_a_step_waits_for_the_memory_that_it_changes(tmp_path: Path, gate: Gate, act: Callable[[World], None]) -> None:
-    world = World()
+def test_a_step_waits_for_the_memory_that_it_changes(
+    tmp_path: Path, gate: StepGate, act: Callable[[Neighbours], None]
+) -> None:
+    world = Neighbours()
     state = {"first": world.first, "second": world.second}
     device = asyncckpt.DeviceOptions(optimizers=world.optimizers)
     with asyncckpt.Saver(path=tmp_path, tensors=state, device=device) as saver:

@@ -6,12 +6,9 @@ missing in every round.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,38 +17,30 @@ import asyncckpt
 from asyncckpt.devices.step_copies import StepCopies
 from asyncckpt.devices.watches import Watch
 from asyncckpt.engine.features.steps import StepFences
-from tests.devices.training import differing
+from tests.devices.training import differing, loaded
 from tests.shares import slow_but_for_a_share
 from tests.simulated_device import SimulatedRuntime
 from tests.steps import gate as gates
+from tests.steps.held_program import HeldProgram, OpenSave, is_wrong
+from tests.worlds.gates import nothing
 
 pytestmark = pytest.mark.any_core
 
 SEEDS_COUNT = 40
 PARAMETERS_COUNT = 4
-ACTIONS_COUNT = 14
 
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass
-class Open:
-    """A save that has not been looked at. changed: what was changed otherwise before its memory was let go."""
-
-    future: asyncckpt.SaveFuture
-    values: Tensors
-    changed: set[str] = field(default_factory=set)
-    open_parts: set[int] = field(default_factory=lambda: {0, 1})
-
-
-class Program:
+class OptimizersProgram(HeldProgram):
     """One training of four parameters by two optimizers."""
 
-    def __init__(self, seed: int, path: Path, runtime: SimulatedRuntime | None, gate: gates.Gate) -> None:
-        self.random, self.path, self.runtime, self.gate = random.Random(seed), path, runtime, gate
+    actions_count, saves_max = 14, 3
+
+    def __init__(self, seed: int, path: Path, runtime: SimulatedRuntime | None, gate: gates.StepGate) -> None:
+        super().__init__(seed, path, gate)
+        self.runtime = runtime
         self.state: Tensors = {}
-        self.number = 0
-        self.saves: dict[int, Open] = {}
         self.parameters = [torch.nn.Parameter(self._new(self.random.choice([1, 40, 700]))) for _ in range(4)]
         self.buffer = self._new(20)
         self.optimizers = [
@@ -75,12 +64,10 @@ class Program:
             return {name: tensor.detach().clone() for name, tensor in self.state.items()}
         return {name: self.runtime.read(tensor.detach()) for name, tensor in self.state.items()}
 
-    def run(self, saver: asyncckpt.Saver) -> None:
-        for _ in range(ACTIONS_COUNT):
-            actions: list[Callable[[], None]] = [self.forward, self.forward, self.train, self.train, self.train]
-            actions += [lambda: self.save(saver), self.hold, self.gate.open, self.wait_staged, self.change_otherwise]
-            self.random.choice(actions)()
-        self.gate.open()
+    def actions(self, saver: asyncckpt.Saver) -> list[Callable[[], None]]:
+        actions: list[Callable[[], None]] = [self.forward, self.forward, self.train, self.train, self.train]
+        actions += [lambda: self.save(saver), self.hold, self.gate.open, self.wait_staged, self.change_otherwise]
+        return actions
 
     def forward(self) -> None:
         self.buffer.add_(1)
@@ -101,26 +88,8 @@ class Program:
         for save in self.saves.values():
             save.open_parts.discard(part)
 
-    def save(self, saver: asyncckpt.Saver) -> None:
-        if len(self.saves) >= 3:
-            return
-        if sum(not save.future.done() for save in self.saves.values()) >= 2:
-            self.gate.open()  # There are two arenas.
-        self.number += 1
-        try:
-            future = saver.save_async(self.number)
-        except asyncckpt.UsageError:  # Of an earlier one that was refused; it is looked at in the end, too.
-            return
-        self.saves[self.number] = Open(future, self.values())
-
-    def hold(self) -> None:
-        self.gate.shut()
-
-    def wait_staged(self) -> None:
-        self.gate.open()
-        for save in self.saves.values():
-            save.future.wait_staged(30)
-            save.open_parts.clear()
+    def begin(self, saver: asyncckpt.Saver) -> OpenSave:
+        return OpenSave(saver.save_async(self.number), self.values(), {0, 1})
 
     def change_otherwise(self) -> None:
         if self.random.random() < 0.6:
@@ -130,43 +99,24 @@ class Program:
         self.state[name].detach().mul_(3)
         for save in self.saves.values():
             if number // 2 in save.open_parts:
-                save.changed.add(name)
+                save.changed.add(repr(name))
 
-    def check(self) -> list[str]:
-        """Return what is wrong in any checkpoint, or with any refusal."""
-        found = []
-        for number, save in self.saves.items():
-            error = save.future.exception(30)
-            if error is not None:
-                assert isinstance(error, asyncckpt.UsageError), error
-                if not any(repr(name) in str(error) for name in save.changed):
-                    found.append(f"step {number} was refused: {error}")
-                continue
-            targets = {name: torch.zeros_like(values) for name, values in save.values.items()}
-            asyncckpt.Loader(self.path, tensors=targets, step=number).load()
-            found += [f"{name} of step {number}" for name in differing(targets, save.values)]
-        return found
+    def wrong_in(self, step: int, values: Tensors) -> list[str]:
+        return differing(loaded(self.path, step, values), values)
 
 
-def wrong(seed: int, path: Path, gate: gates.Gate) -> list[str]:
+def wrong(seed: int, path: Path, gate: gates.StepGate) -> list[str]:
     runtime = SimulatedRuntime(1, seed=seed) if seed % 3 == 2 else None
     with nullcontext() if runtime is None else runtime.installed():
-        program = Program(seed, path, runtime, gate)
+        program = OptimizersProgram(seed, path, runtime, gate)
         device = asyncckpt.DeviceOptions(optimizers=program.optimizers, scratch_bytes=[0, 500, 5000][seed % 7 % 3])
-        with asyncckpt.Saver(
-            path=path, tensors=program.state, device=device, on_busy="queue", durability="none"
-        ) as saver:
-            try:
-                program.run(saver)
-                return program.check()
-            finally:
-                gate.open()
-                for save in program.saves.values():
-                    save.future.exception(30)
+        return program.wrong(
+            asyncckpt.Saver(path=path, tensors=program.state, device=device, on_busy="queue", durability="none")
+        )
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.Gate]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.StepGate]:
     made = gates.install(monkeypatch, chunk_bytes=700)
     yield made
     made.open()
@@ -179,7 +129,7 @@ def bytes_min_of(seed: int) -> int:
 
 @pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "programs of steps", every=3))
 def test_a_save_holds_its_cut_or_is_refused(
-    seed: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    seed: int, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gates.watch_short(monkeypatch, bytes_min=bytes_min_of(seed))
     assert wrong(seed, tmp_path, gate) == []
@@ -188,16 +138,16 @@ def test_a_save_holds_its_cut_or_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(10))
 def test_saves_of_many_programs(
-    hundred: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    hundred: int, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(1000 + 100 * hundred, 1100 + 100 * hundred):
         gates.watch_short(monkeypatch, bytes_min=bytes_min_of(seed))
         assert wrong(seed, tmp_path / str(seed), gate) == [], seed
 
 
-def step_while_held(path: Path, gate: gates.Gate) -> list[str]:
+def step_while_held(path: Path, gate: gates.StepGate) -> list[str]:
     """Step before the background has copied anything; returns what the checkpoint holds of behind the call."""
-    program = Program(1, path, None, gate)
+    program = OptimizersProgram(1, path, None, gate)
     with asyncckpt.Saver(
         path=path, tensors=program.state, device=asyncckpt.DeviceOptions(optimizers=program.optimizers)
     ) as saver:
@@ -209,13 +159,9 @@ def step_while_held(path: Path, gate: gates.Gate) -> list[str]:
         return program.check()
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """What is left of a method that was taken away."""
-
-
 @pytest.mark.parametrize("round", range(10))
 def test_a_step_that_does_not_wait_is_refused(
-    round: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    round: int, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepFences, "before_step", nothing)
     assert "was changed between save_async" in step_while_held(tmp_path, gate)[0]
@@ -223,7 +169,7 @@ def test_a_step_that_does_not_wait_is_refused(
 
 @pytest.mark.parametrize("round", range(10))
 def test_a_step_that_does_not_wait_tears_what_is_not_compared(
-    round: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    round: int, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepFences, "before_step", nothing)
     monkeypatch.setattr(Watch, "check_unchanged", nothing)
@@ -231,7 +177,7 @@ def test_a_step_that_does_not_wait_tears_what_is_not_compared(
 
 
 def test_a_step_that_does_not_wait_for_the_background_tears_what_that_has_begun(
-    tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepCopies, "_wait_copied", lambda *_, **__: True)
     assert step_while_held(tmp_path, gate) != []
@@ -243,14 +189,7 @@ def test_a_step_that_does_not_wait_for_the_background_tears_what_that_has_begun(
     ids=["steps do not wait", "versions are not compared"],
 )
 def test_what_is_left_out_is_found(
-    owner: type, name: str, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, lambda *_, **__: True)
-    assert any(is_wrong(seed, tmp_path / str(seed), gate) for seed in range(60))
-
-
-def is_wrong(seed: int, path: Path, gate: gates.Gate) -> bool:
-    try:
-        return wrong(seed, path, gate) != []
-    except Exception:
-        return True
+    assert any(is_wrong(wrong, seed, tmp_path / str(seed), gate) for seed in range(60))

@@ -14,13 +14,13 @@ import torch
 import asyncckpt
 from asyncckpt.devices.step_copies import StepCopies
 from tests.steps import gate as gates
-from tests.steps.gate import Gate, fences_of
-from tests.steps.world import World, load_optimizer
+from tests.steps.gate import StepGate, fences_of
+from tests.steps.world import Stepped, load_optimizer
 
 pytestmark = pytest.mark.any_core
 
 
-def test_a_step_copies_what_is_left(world: World, gate: Gate) -> None:
+def test_a_step_copies_what_is_left(world: Stepped, gate: StepGate) -> None:
     values = world.values()
     with gate.held():
         future = world.saver.save_async(1)
@@ -34,7 +34,7 @@ def test_a_step_copies_what_is_left(world: World, gate: Gate) -> None:
     assert world.saver.statistics().step_wait_seconds >= result.step_wait_seconds
 
 
-def opened_when_all_is_begun(world: World, gate: Gate) -> None:
+def opened_when_all_is_begun(world: Stepped, gate: StepGate) -> None:
     """Open the gate when the step has nothing left to do but to wait for the chunk of the background."""
     (pending,) = fences_of(world.saver)._pending
     part = pending.steps._parts[0]
@@ -43,7 +43,7 @@ def opened_when_all_is_begun(world: World, gate: Gate) -> None:
     gate.open()
 
 
-def test_a_step_waits_for_the_chunk_of_the_background(world: World, gate: Gate) -> None:
+def test_a_step_waits_for_the_chunk_of_the_background(world: Stepped, gate: StepGate) -> None:
     world.optimizers[0].register_step_pre_hook(lambda *_: gate.log.append("written"))
     with gate.held():
         future = world.saver.save_async(1)
@@ -54,7 +54,7 @@ def test_a_step_waits_for_the_chunk_of_the_background(world: World, gate: Gate) 
     assert "background" in gate.log[: gate.log.index("written")]
 
 
-def test_a_step_waits_for_nothing_of_other_optimizers(world: World, gate: Gate) -> None:
+def test_a_step_waits_for_nothing_of_other_optimizers(world: Stepped, gate: StepGate) -> None:
     values = world.values()
     with gate.held():
         future = world.saver.save_async(1)
@@ -64,19 +64,19 @@ def test_a_step_waits_for_nothing_of_other_optimizers(world: World, gate: Gate) 
     world.check(future, 1, values)
 
 
-def test_the_background_copies_what_no_step_asks_for(world: World, gate: Gate) -> None:
+def test_the_background_copies_what_no_step_asks_for(world: Stepped, gate: StepGate) -> None:
     values = world.values()
     world.check(world.saver.save_async(1), 1, values)
     assert set(gate.log) == {"background"}
 
 
-def test_the_background_copies_in_the_order_of_the_last_steps(world: World) -> None:
+def test_the_background_copies_in_the_order_of_the_last_steps(world: Stepped) -> None:
     assert fences_of(world.saver)._order == [0, 1]
     world.optimizers[0].step()
     assert fences_of(world.saver)._order == [1, 0]
 
 
-def test_what_is_changed_otherwise_is_refused_by_name(world: World, gate: Gate) -> None:
+def test_what_is_changed_otherwise_is_refused_by_name(world: Stepped, gate: StepGate) -> None:
     with gate.held():
         future = world.saver.save_async(1)
         with torch.no_grad():
@@ -89,7 +89,7 @@ def test_what_is_changed_otherwise_is_refused_by_name(world: World, gate: Gate) 
     world.check(world.saver.save_async(2), 2, values)
 
 
-def test_what_is_changed_without_a_step_is_refused_at_the_commit(world: World, gate: Gate) -> None:
+def test_what_is_changed_without_a_step_is_refused_at_the_commit(world: Stepped, gate: StepGate) -> None:
     with gate.held():
         future = world.saver.save_async(1)
         world.optimizers[0].state[world.weight]["exp_avg"].zero_()
@@ -97,7 +97,7 @@ def test_what_is_changed_without_a_step_is_refused_at_the_commit(world: World, g
         future.result(30)
 
 
-def test_a_state_that_is_staged_may_be_changed_by_anything(world: World, gate: Gate) -> None:
+def test_a_state_that_is_staged_may_be_changed_by_anything(world: Stepped, gate: StepGate) -> None:
     values = world.values()
     future = world.saver.save_async(1)
     future.wait_staged(30)
@@ -110,7 +110,7 @@ def test_chunks_that_cannot_be_made_fail_the_save_and_not_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = gates.install_before(monkeypatch)
-    world = World(tmp_path)
+    world = Stepped(tmp_path)
     with gate.held():
         future = world.saver.save_async(1)
         monkeypatch.setattr(np, "repeat", refuse)
@@ -125,7 +125,7 @@ def refuse(*_: object, **__: object) -> None:
     raise MemoryError("none left")
 
 
-def test_freed_memory_is_refused_by_name(world: World, gate: Gate) -> None:
+def test_freed_memory_is_refused_by_name(world: Stepped, gate: StepGate) -> None:
     with gate.held():
         future = world.saver.save_async(1)
         gate.await_copier()
@@ -135,12 +135,12 @@ def test_freed_memory_is_refused_by_name(world: World, gate: Gate) -> None:
     world.bias.untyped_storage().resize_(90 * 4)
 
 
-def swap_data(world: World) -> None:
+def swap_data(world: Stepped) -> None:
     world.weight.data = torch.zeros(300)
     world.optimizers[0].state[world.weight]["exp_avg"].data = torch.zeros(300)
 
 
-def step_with_closure(world: World) -> None:
+def step_with_closure(world: Stepped) -> None:
     def closure() -> torch.Tensor:
         world.optimizers[0].zero_grad()
         loss = (world.weight * 2).sum()
@@ -151,7 +151,7 @@ def step_with_closure(world: World) -> None:
     world.optimizers[0].step(closure)
 
 
-def scaled_step(world: World) -> None:
+def scaled_step(world: Stepped) -> None:
     scaler = torch.amp.GradScaler("cpu")
     for factor in (float("inf"), 1.0):
         world.optimizers[0].zero_grad()
@@ -160,19 +160,19 @@ def scaled_step(world: World) -> None:
         scaler.update()
 
 
-def step_of_a_copy(world: World) -> None:
+def step_of_a_copy(world: Stepped) -> None:
     """Of an optimizer that was not named: it has the same parameters and state, and no hooks of its own."""
     world.set_gradients()
     copy.copy(world.optimizers[1]).step()
 
 
-def fused_step(world: World) -> None:
+def fused_step(world: Stepped) -> None:
     """Of one whose writes torch does not count."""
     world.set_gradients()
     torch.optim.SGD([world.weight, world.bias], lr=1.0, fused=True).step()
 
 
-def accumulate(world: World) -> None:
+def accumulate(world: Stepped) -> None:
     for _ in range(3):
         (world.weight.sum() * world.bias.sum()).backward()
     world.optimizers[1].step()
@@ -185,7 +185,7 @@ def accumulate(world: World) -> None:
 )
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_save_holds_its_cut_beside(
-    world: World, gate: Gate, act: Callable[[World], None], is_held: bool, monkeypatch: pytest.MonkeyPatch
+    world: Stepped, gate: StepGate, act: Callable[[Stepped], None], is_held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = world.values()
     if is_held:  # The background copies nothing before the training has gone on.
@@ -197,7 +197,7 @@ def test_a_save_holds_its_cut_beside(
     world.check(future, 1, values)
 
 
-def test_two_saves_before_a_step(world: World, gate: Gate) -> None:
+def test_two_saves_before_a_step(world: Stepped, gate: StepGate) -> None:
     values = world.values()
     with gate.held():
         first = world.saver.save_async(1)
@@ -212,7 +212,7 @@ def test_two_saves_before_a_step(world: World, gate: Gate) -> None:
     world.check(second, 2, later)
 
 
-def test_state_that_comes_with_the_first_step_is_in_later_saves(tmp_path: Path, gate: Gate) -> None:
+def test_state_that_comes_with_the_first_step_is_in_later_saves(tmp_path: Path, gate: StepGate) -> None:
     parameter = torch.nn.Parameter(torch.arange(100.0))
     optimizer = torch.optim.Adam([parameter])
     with asyncckpt.Saver(
@@ -233,7 +233,7 @@ def test_state_that_comes_with_the_first_step_is_in_later_saves(tmp_path: Path, 
                 assert torch.equal(found["optimizer"]["state"][0][name], value)
 
 
-def test_what_an_optimizer_has_beside_the_state_is_not_asked_for(tmp_path: Path, gate: Gate) -> None:
+def test_what_an_optimizer_has_beside_the_state_is_not_asked_for(tmp_path: Path, gate: StepGate) -> None:
     """A parameter of it that is not saved, and a tensor that is saved and not its own."""
     saved, other = torch.nn.Parameter(torch.arange(100.0)), torch.nn.Parameter(torch.arange(50.0))
     alone = torch.arange(20.0)

@@ -10,8 +10,8 @@ import ctypes
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,14 +25,15 @@ from asyncckpt.snapshot import table_capture
 from asyncckpt.tables.touched_rows import RowWatchers
 from tests.shares import slow_but_for_a_share
 from tests.steps import gate as gates
+from tests.steps.held_program import HeldProgram, OpenSave, is_wrong
+from tests.worlds.rows import named_rows
 
 pytestmark = pytest.mark.any_core
 
 SEEDS_COUNT = 60
-ACTIONS_COUNT = 22
 DIM = 3
 
-Rows = dict[int, dict[str, torch.Tensor]]
+Rows = dict[int, dict[str, Any]]
 
 
 @pytest.fixture
@@ -43,24 +44,17 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gate(few: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.Gate]:
+def gate(few: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.StepGate]:
     made = gates.install(monkeypatch, chunk_bytes=200)
     yield made
     made.open()
 
 
 @pytest.fixture
-def gate_before(few: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.Gate]:
+def gate_before(few: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.StepGate]:
     made = gates.install_before(monkeypatch, chunk_bytes=200)
     yield made
     made.open()
-
-
-def rows_of(table: asyncckpt.HashTable) -> Rows:
-    """Return what a table holds now, by id."""
-    ids = table.ids()
-    values = table.read(ids)
-    return {int(id): {name: column[at].clone() for name, column in values.items()} for at, id in enumerate(ids)}
 
 
 def differing(found: Rows, expected: Rows) -> list[str]:
@@ -70,7 +64,7 @@ def differing(found: Rows, expected: Rows) -> list[str]:
         f"{name} of id {id}"
         for id, values in expected.items()
         for name, value in values.items()
-        if not torch.equal(found[id][name], value)
+        if found[id][name] != value
     ]
 
 
@@ -106,7 +100,7 @@ class Job:
         self.optimizers[part].step()
 
     def values(self) -> dict[str, Rows]:
-        return {table.name: rows_of(table) for table in self.tables}
+        return {table.name: named_rows(table) for table in self.tables}
 
     def saver(self, path: Path, **options: object) -> asyncckpt.Saver:
         return asyncckpt.Saver(
@@ -130,7 +124,7 @@ def wrong_in(path: Path, step: int, expected: dict[str, Rows]) -> list[str]:
     return [f"{name}: {what}" for name, rows in expected.items() for what in differing(found[name], rows)]
 
 
-def test_rows_are_copied_behind_the_call_and_the_step_waits(tmp_path: Path, gate: gates.Gate) -> None:
+def test_rows_are_copied_behind_the_call_and_the_step_waits(tmp_path: Path, gate: gates.StepGate) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
         before = job.values()
@@ -145,7 +139,7 @@ def test_rows_are_copied_behind_the_call_and_the_step_waits(tmp_path: Path, gate
         assert wrong_in(tmp_path, 1, before) == []
 
 
-def test_a_lookup_of_new_ids_does_not_wait_while_there_is_room(tmp_path: Path, gate: gates.Gate) -> None:
+def test_a_lookup_of_new_ids_does_not_wait_while_there_is_room(tmp_path: Path, gate: gates.StepGate) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
         before = job.values()
@@ -159,7 +153,7 @@ def test_a_lookup_of_new_ids_does_not_wait_while_there_is_room(tmp_path: Path, g
         assert wrong_in(tmp_path, 1, before) == []
 
 
-def test_forward_stamps_rows_without_waiting(tmp_path: Path, gate: gates.Gate) -> None:
+def test_forward_stamps_rows_without_waiting(tmp_path: Path, gate: gates.StepGate) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
         with gate.held():
@@ -199,7 +193,7 @@ CHANGES: dict[str, Callable[[asyncckpt.HashTable], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whoever_changes_rows_waits(change: str, tmp_path: Path, gate: gates.Gate) -> None:
+def test_whoever_changes_rows_waits(change: str, tmp_path: Path, gate: gates.StepGate) -> None:
     job = Job()
     with job.tables[0].rows(job.tables[0].ids()) as rows:
         rows["last_seen"] = 3
@@ -236,7 +230,7 @@ def uncounted(table: asyncckpt.HashTable) -> None:
 
 @pytest.mark.parametrize("write", [in_place, uncounted])
 def test_a_write_past_the_table_is_refused_by_name(
-    write: Callable[[asyncckpt.HashTable], None], tmp_path: Path, gate: gates.Gate
+    write: Callable[[asyncckpt.HashTable], None], tmp_path: Path, gate: gates.StepGate
 ) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
@@ -253,7 +247,7 @@ def test_a_write_past_the_table_is_refused_by_name(
 
 
 def test_an_audit_tells_nothing_of_a_save_that_is_refused(
-    tmp_path: Path, gate: gates.Gate, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, gate: gates.StepGate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It would call rows unmarked that were touched behind the call."""
     job = Job()
@@ -268,7 +262,9 @@ def test_an_audit_tells_nothing_of_a_save_that_is_refused(
     assert "without a mark" not in caplog.text
 
 
-def test_a_save_that_is_cancelled_leaves_no_watcher_and_no_trust_in_its_arena(tmp_path: Path, gate: gates.Gate) -> None:
+def test_a_save_that_is_cancelled_leaves_no_watcher_and_no_trust_in_its_arena(
+    tmp_path: Path, gate: gates.StepGate
+) -> None:
     job = Job()
     with job.saver(tmp_path) as saver:
         saver.save_async(1).result(30)
@@ -295,32 +291,19 @@ def test_few_rows_are_copied_in_the_call(tmp_path: Path, monkeypatch: pytest.Mon
     assert gate.log == []
 
 
-@dataclass
-class Open:
-    """A save that has not been looked at. changed: columns written past their tables while they were open."""
-
-    future: asyncckpt.SaveFuture
-    values: dict[str, Rows]
-    changed: set[str] = field(default_factory=set)
-    open_tables: set[int] = field(default_factory=lambda: {0, 1, 2})
-
-
-class Program:
+class TablesProgram(HeldProgram):
     """One random training."""
 
-    def __init__(self, seed: int, path: Path, gate: gates.Gate) -> None:
-        self.random, self.path, self.gate = random.Random(seed), path, gate
-        self.job = Job(seed, capacity=self.random.choice([16, 64, 256]))
-        self.number = 0
-        self.saves: dict[int, Open] = {}
+    actions_count, saves_max = 22, 4
 
-    def run(self, saver: asyncckpt.Saver) -> None:
-        for _ in range(ACTIONS_COUNT):
-            actions: list[Callable[[], None]] = [self.forward, self.forward, self.train, self.train]
-            actions += [lambda: self.save(saver), lambda: self.save(saver), self.hold, self.gate.open]
-            actions += [self.wait_staged, self.change, self.write_past]
-            self.random.choice(actions)()
-        self.gate.open()
+    def __init__(self, seed: int, path: Path, gate: gates.StepGate) -> None:
+        super().__init__(seed, path, gate)
+        self.job = Job(seed, capacity=self.random.choice([16, 64, 256]))
+
+    def actions(self, saver: asyncckpt.Saver) -> list[Callable[[], None]]:
+        actions: list[Callable[[], None]] = [self.forward, self.forward, self.train, self.train]
+        actions += [lambda: self.save(saver), lambda: self.save(saver), self.hold, self.gate.open]
+        return [*actions, self.wait_staged, self.change, self.write_past]
 
     def forward(self) -> None:
         number = self.random.randrange(3)
@@ -332,7 +315,7 @@ class Program:
         self.job.step(part)
         # A part is closed by a step that writes to its table, and by one of its own optimizer.
         for save in self.saves.values():
-            save.open_tables -= {0, 1} if part == 0 else {2}
+            save.open_parts -= {0, 1} if part == 0 else {2}
 
     def change(self) -> None:
         number = self.random.randrange(3)
@@ -347,29 +330,11 @@ class Program:
         watched = len(self.job.tables[number]._store.watchers)
         if not watched:
             for save in self.saves.values():
-                save.open_tables.discard(number)
+                save.open_parts.discard(number)
 
-    def save(self, saver: asyncckpt.Saver) -> None:
-        if len(self.saves) >= 4:
-            return
-        self.number += 1
-        if sum(not save.future.done() for save in self.saves.values()) >= 2:
-            self.gate.open()  # There are two arenas.
+    def begin(self, saver: asyncckpt.Saver) -> OpenSave:
         values = self.job.values()
-        try:
-            future = saver.save_async(self.number, kind="auto")
-        except asyncckpt.UsageError:  # Of an earlier one that was refused; it is looked at in the end, too.
-            return
-        self.saves[self.number] = Open(future, values)
-
-    def hold(self) -> None:
-        self.gate.shut()
-
-    def wait_staged(self) -> None:
-        self.gate.open()
-        for save in self.saves.values():
-            save.future.wait_staged(30)
-            save.open_tables.clear()
+        return OpenSave(saver.save_async(self.number, kind="auto"), values, {0, 1, 2})
 
     def write_past(self) -> None:
         if self.random.random() < 0.7:
@@ -378,52 +343,29 @@ class Program:
         table = self.job.tables[number]
         self.random.choice([in_place, uncounted])(table)
         for save in self.saves.values():
-            if number in save.open_tables:
-                save.changed.add(f"{table.name}.")
+            if number in save.open_parts:
+                save.changed.add(f"'{table.name}.")
 
-    def check(self) -> list[str]:
-        found = []
-        for number, save in self.saves.items():
-            error = save.future.exception(30)
-            if error is not None:
-                assert isinstance(error, asyncckpt.UsageError), error
-                if not any(f"'{name}" in str(error) for name in save.changed):
-                    found.append(f"step {number} was refused: {error}")
-                continue
-            found += [f"step {number}, {what}" for what in wrong_in(self.path, number, save.values)]
-        return found
+    def wrong_in(self, step: int, values: dict[str, Rows]) -> list[str]:
+        return wrong_in(self.path, step, values)
 
 
-def wrong(seed: int, path: Path, gate: gates.Gate) -> list[str]:
-    program = Program(seed, path, gate)
+def wrong(seed: int, path: Path, gate: gates.StepGate) -> list[str]:
+    program = TablesProgram(seed, path, gate)
     deltas = asyncckpt.DeltaPolicy(bytes_share_max=1e9) if seed % 2 else None
-    with program.job.saver(path, deltas=deltas) as saver:
-        try:
-            program.run(saver)
-            return program.check()
-        finally:
-            gate.open()
-            for save in program.saves.values():
-                save.future.exception(30)
+    return program.wrong(program.job.saver(path, deltas=deltas))
 
 
 @pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "steps over tables", every=3))
-def test_a_save_holds_its_cut_or_is_refused(seed: int, tmp_path: Path, gate_before: gates.Gate) -> None:
+def test_a_save_holds_its_cut_or_is_refused(seed: int, tmp_path: Path, gate_before: gates.StepGate) -> None:
     assert wrong(seed, tmp_path, gate_before) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(10))
-def test_saves_of_many_programs(hundred: int, tmp_path: Path, gate_before: gates.Gate) -> None:
+def test_saves_of_many_programs(hundred: int, tmp_path: Path, gate_before: gates.StepGate) -> None:
     for seed in range(1000 + 100 * hundred, 1100 + 100 * hundred):
         assert wrong(seed, tmp_path / str(seed), gate_before) == [], seed
-
-
-def is_wrong(seed: int, path: Path, gate: gates.Gate) -> bool:
-    try:
-        return wrong(seed, path, gate) != []
-    except Exception:
-        return True
 
 
 @pytest.mark.parametrize(
@@ -436,12 +378,12 @@ def is_wrong(seed: int, path: Path, gate: gates.Gate) -> bool:
     ids=["tables do not ask", "moves do not ask", "writes of others are not compared"],
 )
 def test_what_is_left_out_is_found(
-    owner: type, names: list[str], tmp_path: Path, gate_before: gates.Gate, monkeypatch: pytest.MonkeyPatch
+    owner: type, names: list[str], tmp_path: Path, gate_before: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in names:
         monkeypatch.setattr(owner, name, lambda *_, **__: None)
     with memory_spoilt_when_freed():
-        assert any(is_wrong(seed, tmp_path / str(seed), gate_before) for seed in range(240))
+        assert any(is_wrong(wrong, seed, tmp_path / str(seed), gate_before) for seed in range(240))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import asyncckpt
 from asyncckpt.devices.stepped_memory import SteppedMemory, places_of
 from asyncckpt.engine.features.step_hooks import is_stepping, listen
-from tests.steps.gate import Gate
+from tests.steps.gate import StepGate
 
 pytestmark = pytest.mark.any_core
 
@@ -59,7 +59,7 @@ class _Longer(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("way", [_in_closure, _in_own_hook, _behind_a_step_within, _behind_the_step_of_its_base])
-def test_a_save_within_a_fused_step_holds_what_was_there(tmp_path: Path, gate: Gate, way: Any) -> None:
+def test_a_save_within_a_fused_step_holds_what_was_there(tmp_path: Path, gate: StepGate, way: Any) -> None:
     """Fused kernels count no version, so nothing would have been seen."""
     weight = torch.nn.Parameter(torch.arange(3000.0))
     torch.optim.SGD([weight])  # torch hooks into the step of a class when one of it is made.
@@ -126,7 +126,7 @@ def test_the_first_saver_of_a_process_may_be_made_in_a_step(tmp_path: Path, how:
     subprocess.run([sys.executable, "-c", FIRST_IN_A_STEP, str(tmp_path), how], check=True, timeout=60)
 
 
-def test_an_optimizer_with_a_state_of_its_own_form_may_step(tmp_path: Path, gate: Gate) -> None:
+def test_an_optimizer_with_a_state_of_its_own_form_may_step(tmp_path: Path, gate: StepGate) -> None:
     weight, other = torch.nn.Parameter(torch.ones(300)), torch.nn.Parameter(torch.ones(3))
     optimizer, odd = torch.optim.SGD([weight], lr=1.0), torch.optim.SGD([other], lr=1.0)
     odd.state[other] = torch.ones(3)

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 import asyncckpt
-from tests.steps.gate import Gate
-from tests.steps.model import Interrupted, Model, Optimizer, written_by
-from tests.steps.trainings import Averaging, Training, local, parameters_of
+from tests.steps.gate import StepGate
+from tests.steps.model import InterruptedStep, Optimizer, SavesOfTraining, written_by
+from tests.steps.trainings import Averaging, RandomTraining, local, parameters_of
 
 ACTIONS_COUNT = 20
 SAVES_MAX = 8
 SIGNAL = getattr(signal, "SIGUSR1", None)
 
 
-class Trainer(Model):
+class SavingTrainer(SavesOfTraining):
     """A training with one Saver or two. gates: hold the background.
 
     when_waiting: is called when a step waits, or, is_early, between its copies.
     """
 
-    def __init__(self, training: Training, path: Path, gates: list[Gate], counts: Counter[str]) -> None:
+    def __init__(self, training: RandomTraining, path: Path, gates: list[StepGate], counts: Counter[str]) -> None:
         super().__init__(training, counts)
         self.path, self.gates, self.random = path, gates, training.random
         self.strays: list[torch.Tensor] = []
@@ -121,7 +121,7 @@ class Trainer(Model):
 
     def _interrupt(self) -> None:
         self.open_gates()
-        raise Interrupted
+        raise InterruptedStep
 
     def waits(self, *, is_copying: bool) -> None:
         """Do what is to be done while a step waits, or between two of its copies."""
@@ -166,7 +166,7 @@ class Trainer(Model):
     def train_and_interrupt(self) -> None:
         """Let a signal end a step while it waits, before it writes anything."""
         self.when_waiting, self.is_early = partial(self._send, self._interrupt), self.random.random() < 0.3
-        with suppress(Interrupted):
+        with suppress(InterruptedStep):
             self.train()
         self.when_waiting, self.is_early = None, False
 

@@ -54,7 +54,7 @@ class Averaging(torch.optim.SGD):
         return loss
 
 
-class Training:
+class RandomTraining:
     """A module and its optimizers. mesh: its parameters are DTensors over it; is_sharded: by FSDP2. scale: of sizes.
 
     flat: what some parameters are views of; a write to one of them, or to another part, counts for all.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import asyncckpt
 from tests.devices.training import differing
+from tests.steps.gate import StepGate
 
 Tensors = dict[str, torch.Tensor]
 
 
-class World:
+class Stepped:
     """Two parameters with an optimizer each, a buffer, and a Saver of all that."""
 
     def __init__(self, path: Path, **options: Any) -> None:
@@ -74,7 +77,26 @@ class World:
         return result
 
 
-def load_optimizer(world: World) -> None:
+def load_optimizer(world: Stepped) -> None:
     content = copy.deepcopy(world.optimizers[0].state_dict())
     content["state"][0]["exp_avg"].zero_()
     world.optimizers[0].load_state_dict(content)
+
+
+def check_swapped(
+    path: Path, gate: StepGate, state: dict[str, Any], parameter: Any, other: Any, *, writes: bool, name: str
+) -> None:
+    """Swap a parameter with another one behind the call of a save: a write to its memory refuses that by name."""
+    device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([parameter], lr=1.0)])
+    with asyncckpt.Saver(path=path, tensors=state, device=device) as saver:
+        with gate.held():
+            future = saver.save_async(1)
+            torch.utils.swap_tensors(parameter, other)
+            if writes:
+                with torch.no_grad():
+                    other.mul_(2)
+        if writes:
+            with pytest.raises(asyncckpt.UsageError, match=f"'{re.escape(name)}' was changed between save_async"):
+                future.result(60)
+        else:
+            future.result(60)

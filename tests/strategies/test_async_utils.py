@@ -16,26 +16,18 @@ from asyncckpt.coordination.agreement import Agreement
 from asyncckpt.errors import DeadlineError, PeerError, UsageError
 from asyncckpt.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest, ThreadAsyncCaller
 from bench.memory_channel import MemoryExchange
+from tests.worlds.gates import Gate
 
 pytestmark = pytest.mark.any_core
 LONG_S = 60.0
 
 
-class Gate:
-    """An async_fn that ends when it is told to."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.begun = threading.Event()
-        self.cancelled = False
-
-    def __call__(self) -> None:
-        self.begun.set()
-        assert self.opened.wait(LONG_S)
+class CancellableGate(Gate):
+    cancelled = False
 
     def cancel(self) -> None:
         self.cancelled = True
-        self.opened.set()
+        self.open()
 
 
 def request(fn: Callable[..., Any] | None, *finalize: Callable[[], Any]) -> AsyncRequest:
@@ -112,19 +104,19 @@ def test_async_fn_runs_on_a_thread_of_this_process_and_finalizing_on_the_callers
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_calls_are_finalized_in_their_order(persistent: bool) -> None:
-    gates = [Gate(), Gate(), Gate()]
+    gates = [CancellableGate(), CancellableGate(), CancellableGate()]
     order: list[int] = []
     queue = AsyncCallsQueue(persistent)
     for number, gate in enumerate(gates):
         assert queue.schedule_async_request(request(gate, lambda n=number: order.append(n))) == number
-    gates[0].begun.wait(LONG_S)
-    assert gates[1].begun.wait(LONG_S if not persistent else 0.0) is not persistent
+    gates[0].reached.wait(LONG_S)
+    assert gates[1].reached.wait(LONG_S if not persistent else 0.0) is not persistent
     assert queue.get_num_unfinalized_calls() == 3
-    gates[1].opened.set()
-    gates[2].opened.set()
+    gates[1].open()
+    gates[2].open()
     assert queue.maybe_finalize_async_calls() == []
     assert order == []
-    gates[0].opened.set()
+    gates[0].open()
     assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
     assert order == [0, 1, 2]
     assert queue.get_num_unfinalized_calls() == 0
@@ -174,26 +166,26 @@ def exit_thread() -> None:
 
 
 def test_a_blocking_wait_has_a_deadline() -> None:
-    gate = Gate()
+    gate = CancellableGate()
     queue = AsyncCallsQueue(deadline=0.05)
     queue.schedule_async_request(request(gate))
     with pytest.raises(DeadlineError, match=r"0\.05 s"):
         queue.maybe_finalize_async_calls(blocking=True)
-    gate.opened.set()
+    gate.open()
 
 
 def test_an_interrupted_wait_leaves_the_call_to_be_finalized(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    gate, seen = Gate(), []
+    gate, seen = CancellableGate(), []
     queue = AsyncCallsQueue()
     queue.schedule_async_request(request(gate, lambda: seen.append("finalized")))
     with monkeypatch.context() as patched:
         patched.setattr("asyncckpt.strategies.async_utils.wait_until_done", interrupt)
         with pytest.raises(KeyboardInterrupt):
             queue.maybe_finalize_async_calls(blocking=True)
-    gate.opened.set()
+    gate.open()
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     assert seen == ["finalized"]
 
@@ -245,11 +237,11 @@ def test_close_finalizes_all_and_raises_the_first_error() -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_abort_forgets_calls_and_cancels_what_can_be(persistent: bool) -> None:
-    gate, seen = Gate(), []
+    gate, seen = CancellableGate(), []
     queue = AsyncCallsQueue(persistent)
     queue.schedule_async_request(request(gate, lambda: seen.append(0)))
     queue.schedule_async_request(request(lambda: seen.append(1)) if persistent else request(None))
-    gate.begun.wait(LONG_S)
+    gate.reached.wait(LONG_S)
     queue.close(abort=True)
     assert gate.cancelled
     assert queue.get_num_unfinalized_calls() == 0
@@ -258,11 +250,11 @@ def test_an_abort_forgets_calls_and_cancels_what_can_be(persistent: bool) -> Non
 
 
 def test_an_abort_cancels_what_is_under_way_behind_a_call_that_has_not_begun() -> None:
-    first, second = Gate(), Gate()
+    first, second = CancellableGate(), CancellableGate()
     queue = AsyncCallsQueue(persistent=True)
     queue.schedule_async_request(request(first))
     queue.schedule_async_request(request(second))
-    first.begun.wait(LONG_S)
+    first.reached.wait(LONG_S)
     queue.close(abort=True)
     assert first.cancelled
     assert second.cancelled
@@ -284,10 +276,10 @@ def test_a_caller_alone_agrees_with_itself() -> None:
     assert caller.is_current_async_call_done()
     assert caller.sync_all_async_calls(is_alive=False)
     assert not caller.sync_all_async_calls(is_alive=True)
-    gate = Gate()
+    gate = CancellableGate()
     caller.schedule_async_call(request(gate))
     assert not caller.is_current_async_call_done()
-    gate.opened.set()
+    gate.open()
     assert caller.is_current_async_call_done(blocking=True)
     caller.close()
 
@@ -309,12 +301,12 @@ def queues(ranks_count: int, **options: Any) -> list[AsyncCallsQueue]:
 
 def test_no_rank_finalizes_before_all_have_ended() -> None:
     zero, one = queues(2)
-    gate = Gate()
+    gate = CancellableGate()
     zero.schedule_async_request(request(None))
     one.schedule_async_request(request(gate))
     assert zero.maybe_finalize_async_calls() == []
     assert one.maybe_finalize_async_calls() == []
-    gate.opened.set()
+    gate.open()
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(one.maybe_finalize_async_calls, blocking=True)
         assert zero.maybe_finalize_async_calls(blocking=True) == [0]
@@ -322,7 +314,7 @@ def test_no_rank_finalizes_before_all_have_ended() -> None:
 
 
 def test_a_rank_whose_save_has_failed_does_not_wait_for_one_that_never_came() -> None:
-    class Failed(Gate):
+    class Failed(CancellableGate):
         def __call__(self) -> None:
             pass
 
@@ -340,7 +332,7 @@ def test_a_rank_whose_save_has_failed_does_not_wait_for_one_that_never_came() ->
 def test_without_dist_a_rank_looks_at_itself() -> None:
     zero, one = queues(2)
     zero.schedule_async_request(request(None))
-    one.schedule_async_request(request(Gate()))
+    one.schedule_async_request(request(CancellableGate()))
     assert zero.maybe_finalize_async_calls(no_dist=True) == [0]
     assert one.maybe_finalize_async_calls(no_dist=True) == []
     one.close(abort=True)
@@ -370,7 +362,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_the_next_call_is_fine(failin
 def test_a_deadline_on_one_rank_ends_the_wait_of_all() -> None:
     quick, slow = queues(2)
     slow._deadline_s = 0.05
-    gate = Gate()
+    gate = CancellableGate()
     quick.schedule_async_request(request(None))
     slow.schedule_async_request(request(gate))
     with ThreadPoolExecutor(1) as thread:
@@ -380,4 +372,4 @@ def test_a_deadline_on_one_rank_ends_the_wait_of_all() -> None:
         assert caught.value.rank == 1
         with pytest.raises(DeadlineError):
             other.result(LONG_S)
-    gate.opened.set()
+    gate.open()

@@ -24,19 +24,19 @@ pytestmark = pytest.mark.any_core
 Point = namedtuple("Point", "x y")
 
 
-class Batch(NamedTuple):
+class NamedBatch(NamedTuple):
     """One whose own way of being made would do something."""
 
     rows: Any
     shape: torch.Size = torch.Size([])
 
 
-class Checked(Batch):
+class Checked(NamedBatch):
     def __new__(cls, *_: Any) -> Checked:
         raise AssertionError("code of a class that a checkpoint names was run")
 
 
-class Level(str, Enum):
+class LevelText(str, Enum):
     HIGH = "high"
 
 
@@ -73,7 +73,7 @@ def there_and_back(value: Any) -> Any:
         {"x": [torch.Size([]), b"q" * 300]},
         argparse.Namespace(backend=Backend.AUTO, other=[Backend.FLASH]),
         http.HTTPStatus.OK,
-        Level.HIGH,
+        LevelText.HIGH,
         {1, "two", (3.0, None)},
         frozenset([torch.float16, frozenset()]),
         OrderedDict(b=OrderedDict(), a=[{2}]),
@@ -81,7 +81,7 @@ def there_and_back(value: Any) -> Any:
         Counter({"a": 2}),
         defaultdict(int, a=1),
         Point(1, {"deep": [Point(Backend.AUTO, b"q" * 300)]}),
-        Batch(rows=[1], shape=torch.Size([3])),
+        NamedBatch(rows=[1], shape=torch.Size([3])),
         tuple.__new__(Checked, ({2}, torch.Size([3]))),
         torch.device("cuda", 1),
         [slice(1, None), range(2, 9, 3)],

@@ -31,7 +31,7 @@ SCALARS = (
 )
 
 
-class Drawn:
+class DrawnObjects:
     """Random objects over a few tensors, some of which are views of others."""
 
     def __init__(self, seed: int) -> None:
@@ -82,7 +82,7 @@ def check_same(found: Any, expected: Any, at: str = "") -> None:
 
 @pytest.mark.parametrize("seed", slow_but_for_a_share(range(30), "random sharded objects", every=3))
 def test_objects_come_back(seed: int, tmp_path: Path) -> None:
-    drawn = Drawn(seed)
+    drawn = DrawnObjects(seed)
     objects = {f"o{number}": drawn.value() for number in range(4)}
     state: dict[str, Any] = {name: ShardedObject(name, item, (1,), (0,)) for name, item in objects.items()}
     state["w"] = ShardedTensor.from_rank_offsets("w", torch.ones(3))

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.any_core
 LONG_S = 60.0
 
 
-class Held:
+class HeldSave:
     """A save whose filter waits until it is let go."""
 
     def __init__(self, path: Path, *, error: Exception | None = None, other_processes: bool = False) -> None:
@@ -65,7 +65,7 @@ def exit_status(pid: int) -> int:
 
 
 def test_calling_it_waits_and_closes_the_saver(tmp_path: Path) -> None:
-    held = Held(tmp_path / "c")
+    held = HeldSave(tmp_path / "c")
     held.go.set()
     held.running()
     held.running.result()
@@ -74,7 +74,7 @@ def test_calling_it_waits_and_closes_the_saver(tmp_path: Path) -> None:
 
 
 def test_what_failed_is_raised_by_the_finalize_function(tmp_path: Path) -> None:
-    held = Held(tmp_path / "c", error=ValueError("no"))
+    held = HeldSave(tmp_path / "c", error=ValueError("no"))
     held.go.set()
     held.running()
     with pytest.raises(UsageError, match="no"):
@@ -82,7 +82,7 @@ def test_what_failed_is_raised_by_the_finalize_function(tmp_path: Path) -> None:
 
 
 def test_what_failed_and_is_never_finalized_is_printed(tmp_path: Path, printed: Callable[[str], str]) -> None:
-    held = Held(tmp_path / "c", error=ValueError("no"))
+    held = HeldSave(tmp_path / "c", error=ValueError("no"))
     queue = AsyncCallsQueue()
     queue.schedule_async_request(AsyncRequest(held.running, (), [held.running.result]))
     held.go.set()
@@ -93,7 +93,7 @@ def test_what_failed_and_is_never_finalized_is_printed(tmp_path: Path, printed: 
 
 
 def test_it_can_be_cancelled(tmp_path: Path) -> None:
-    held = Held(tmp_path / "c")
+    held = HeldSave(tmp_path / "c")
     assert held.running.cancel()
     held.go.set()
     held.running()
@@ -102,7 +102,7 @@ def test_it_can_be_cancelled(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_waits_for_the_end(tmp_path: Path) -> None:
-    held = Held(tmp_path / "c", other_processes=True)
+    held = HeldSave(tmp_path / "c", other_processes=True)
     child = in_a_fork(held.running)
     grandchild = in_a_fork(pickle.loads(pickle.dumps(held.running)))
     assert not has_ended(child)
@@ -115,7 +115,7 @@ def test_a_forked_process_waits_for_the_end(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_waits_for_a_failing_save_too(tmp_path: Path) -> None:
-    held = Held(tmp_path / "c", error=ValueError("no"), other_processes=True)
+    held = HeldSave(tmp_path / "c", error=ValueError("no"), other_processes=True)
     child = in_a_fork(held.running)
     held.go.set()
     assert exit_status(child) == 0
@@ -124,7 +124,7 @@ def test_a_forked_process_waits_for_a_failing_save_too(tmp_path: Path) -> None:
 
 
 def test_a_copy_in_another_process_that_was_not_foreseen_is_refused(tmp_path: Path) -> None:
-    held = Held(tmp_path / "c")
+    held = HeldSave(tmp_path / "c")
     copy = pickle.loads(pickle.dumps(held.running))
     with pytest.raises(UsageError, match="another process"):
         copy()
@@ -133,7 +133,7 @@ def test_a_copy_in_another_process_that_was_not_foreseen_is_refused(tmp_path: Pa
 
 
 def test_waiting_in_another_process_has_a_deadline(tmp_path: Path) -> None:
-    held = Held(tmp_path / "c", other_processes=True)
+    held = HeldSave(tmp_path / "c", other_processes=True)
 
     def wait() -> None:
         with pytest.raises(DeadlineError):

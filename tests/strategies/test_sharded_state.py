@@ -18,6 +18,7 @@ from asyncckpt.errors import CorruptError, IncompatibleError, NotFoundError, Usa
 from asyncckpt.strategies import ShardedLoad, ShardedSave
 from asyncckpt.strategies.async_utils import AsyncCallsQueue
 from asyncckpt.strategies.mapping import ShardedObject, ShardedTensor
+from tests.worlds.directories import flip_byte
 
 SAVE, LOAD = ShardedSave(), ShardedLoad()
 KEYS = ["w", "a.b/c", "", "ü ☃", "tensors", "x" * 300, "new\nline", "../up", "k#2"]
@@ -361,9 +362,7 @@ def test_all_misfits_are_told_before_anything_is_changed(tmp_path: Path) -> None
 def test_a_damaged_file_is_corrupt(tmp_path: Path) -> None:
     SAVE.save({"w": box("w", torch.ones(4), (0,), (4,))}, tmp_path)
     (file,) = (tmp_path / "sharded" / "data").glob("*/*.safetensors")
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    flip_byte(file)
     with pytest.raises(CorruptError):
         LOAD.load({"w": empty(box("w", torch.ones(4), (0,), (4,)))}, tmp_path)
 

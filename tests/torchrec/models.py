@@ -51,7 +51,7 @@ RAW_IDS_MAX = 1000
 CPU = torch.device("cpu")
 
 
-class Model(nn.Module):
+class PooledModel(nn.Module):
     """Pooled rows of two features into a dense layer."""
 
     def __init__(self, sparse: nn.Module, dim: int) -> None:
@@ -89,7 +89,7 @@ class BareTbe(nn.Module):
         return self.tbe(features.values(), features.offsets())
 
 
-class Training:
+class ModelTraining:
     """A model with its optimizers."""
 
     def __init__(self, model: nn.Module, *, raw_ids: bool = False, sparse: bool = False) -> None:
@@ -159,7 +159,7 @@ def collection() -> EmbeddingCollection:
     return EmbeddingCollection(tables=configs, device=CPU)
 
 
-def sharded(seed: int, *, optimizer: str, sharding: str, bags: bool = True) -> Training:
+def sharded(seed: int, *, optimizer: str, sharding: str, bags: bool = True) -> ModelTraining:
     """A collection under DistributedModelParallel, both tables in the same way."""
     torch.manual_seed(seed)
     sparse = bag_collection() if bags else collection()
@@ -167,7 +167,9 @@ def sharded(seed: int, *, optimizer: str, sharding: str, bags: bool = True) -> T
     sharder = EmbeddingBagCollectionSharder(fused_params=fused) if bags else EmbeddingCollectionSharder(fused)
     per_table = {name: shard_of(sharding, number) for number, name in enumerate(ROWS)}
     # Replicated tables have no fused optimizer.
-    return Training(distributed(Model(sparse, 2 * DIM), sharder, per_table), sparse=sharding == "data_parallel")
+    return ModelTraining(
+        distributed(PooledModel(sparse, 2 * DIM), sharder, per_table), sparse=sharding == "data_parallel"
+    )
 
 
 def shard_of(sharding: str, number: int) -> Any:
@@ -180,7 +182,7 @@ def shard_of(sharding: str, number: int) -> Any:
     }[sharding]()
 
 
-def distributed(model: Model, sharder: Any, per_table: Mapping[str, Any]) -> DistributedModelParallel:
+def distributed(model: PooledModel, sharder: Any, per_table: Mapping[str, Any]) -> DistributedModelParallel:
     world = dist.get_world_size()
     module_plan = construct_module_sharding_plan(
         model.sparse,
@@ -199,16 +201,16 @@ def distributed(model: Model, sharder: Any, per_table: Mapping[str, Any]) -> Dis
     )
 
 
-def plain(seed: int, *, bags: bool = True) -> Training:
+def plain(seed: int, *, bags: bool = True) -> ModelTraining:
     """A collection that is not sharded, trained by the ordinary optimizer."""
     torch.manual_seed(seed)
-    return Training(Model(bag_collection() if bags else collection(), 2 * DIM), sparse=True)
+    return ModelTraining(PooledModel(bag_collection() if bags else collection(), 2 * DIM), sparse=True)
 
 
-def bare_tbe(seed: int, *, optimizer: str) -> Training:
+def bare_tbe(seed: int, *, optimizer: str) -> ModelTraining:
     """A TBE without TorchRec around it."""
     torch.manual_seed(seed)
-    return Training(BareTbe(optimizer))
+    return ModelTraining(BareTbe(optimizer))
 
 
 def managed_collision(policy: str) -> ManagedCollisionEmbeddingBagCollection:
@@ -229,19 +231,19 @@ def managed_collision(policy: str) -> ManagedCollisionEmbeddingBagCollection:
     )
 
 
-def plain_zch(seed: int, *, policy: str) -> Training:
+def plain_zch(seed: int, *, policy: str) -> ModelTraining:
     torch.manual_seed(seed)
-    return Training(Model(managed_collision(policy), 2 * DIM), raw_ids=True, sparse=True)
+    return ModelTraining(PooledModel(managed_collision(policy), 2 * DIM), raw_ids=True, sparse=True)
 
 
-def sharded_zch(seed: int, *, policy: str) -> Training:
+def sharded_zch(seed: int, *, policy: str) -> ModelTraining:
     """With the optimizer whose states FBGEMM does not reset on eviction: there is no kernel for that on the CPU."""
     torch.manual_seed(seed)
     fused = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1, "eps": 1e-6}
     sharder = ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))
     per_table = {name: row_wise(compute_kernel="fused") for name in ROWS}
-    model = Model(managed_collision(policy), 2 * DIM)
-    return Training(distributed(model, sharder, per_table), raw_ids=True)
+    model = PooledModel(managed_collision(policy), 2 * DIM)
+    return ModelTraining(distributed(model, sharder, per_table), raw_ids=True)
 
 
 class HashZch(nn.Module):
@@ -267,9 +269,9 @@ class HashZch(nn.Module):
         return torch.zeros(1, requires_grad=True)
 
 
-def hash_zch(seed: int) -> Training:
+def hash_zch(seed: int) -> ModelTraining:
     del seed  # Every one starts empty.
-    return Training(HashZch(10))
+    return ModelTraining(HashZch(10))
 
 
 def flat_bits(name: str, value: Any) -> Iterator[tuple[str, Any]]:

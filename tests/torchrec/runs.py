@@ -17,14 +17,14 @@ from asyncckpt.adapters import dense_state_of, tables_of, track_lookups
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table, TracksRows
 from asyncckpt.testing.mark_tests import Remembered
-from tests.torchrec.models import EVICTION_INTERVAL, ROWS, Training
+from tests.torchrec.models import EVICTION_INTERVAL, ROWS, ModelTraining
 
 # Between two evictions of a managed collision module.
 SAVED_STEP = EVICTION_INTERVAL + 1
 STEPS = 3 * EVICTION_INTERVAL
 
 
-def run(make: Callable[[int], Training], folder: Path) -> list[str]:
+def run(make: Callable[[int], ModelTraining], folder: Path) -> list[str]:
     """All ranks save into one directory. Return what went wrong."""
     path, group = folder / "run", dist.group.WORLD
     uninterrupted = make(0)
@@ -57,7 +57,7 @@ def run(make: Callable[[int], Training], folder: Path) -> list[str]:
     return problems
 
 
-def run_tracked(make: Callable[[int], Training], folder: Path) -> list[str]:
+def run_tracked(make: Callable[[int], ModelTraining], folder: Path) -> list[str]:
     """Every row that a step changed must be touched, and not all rows may be."""
     training = make(0)
     tracking = track_lookups(training.model)
@@ -81,7 +81,7 @@ def run_tracked(make: Callable[[int], Training], folder: Path) -> list[str]:
     return problems if spared_count else [*problems, "every row was touched in every step"]
 
 
-def loaded_optimizer_missed(training: Training) -> list[str]:
+def loaded_optimizer_missed(training: ModelTraining) -> list[str]:
     """Rows that the state of a fused optimizer has changed, which is copied past all hooks, must be touched."""
     if not isinstance(training.model, DistributedModelParallel):
         return []
@@ -102,7 +102,7 @@ def loaded_optimizer_missed(training: Training) -> list[str]:
     return problems
 
 
-def run_untracked(make: Callable[[int], Training], folder: Path) -> list[str]:
+def run_untracked(make: Callable[[int], ModelTraining], folder: Path) -> list[str]:
     """Rows are written without a lookup here, so tracking must be refused."""
     try:
         track_lookups(make(0).model)
@@ -122,12 +122,12 @@ def remembered(table: Table, since: Remembered | None = None) -> tuple[Remembere
         cut.end(True)
 
 
-def dense(training: Training) -> dict[str, Any]:
+def dense(training: ModelTraining) -> dict[str, Any]:
     state: dict[str, Any] = {"model": dense_state_of(training.model)}
     return state if training.optimizer is None else {**state, "optimizer": training.optimizer}
 
 
-def run_resharded(make: Callable[[int], Training], folder: Path) -> list[str]:
+def run_resharded(make: Callable[[int], ModelTraining], folder: Path) -> list[str]:
     """Load what two ranks have saved into the one there is here: every shard of every table, optimizers' rows too."""
     training = make(7)
     report = asyncckpt.Loader(folder / "run", tables_of(training.model)).load()
@@ -145,7 +145,7 @@ def run_resharded(make: Callable[[int], Training], folder: Path) -> list[str]:
     return problems if count >= len(ROWS) else [*problems, f"only {count} shards were saved"]
 
 
-def keep_image(training: Training, folder: Path) -> None:
+def keep_image(training: ModelTraining, folder: Path) -> None:
     """Leave every shard of this rank for run_resharded."""
     held = {name: bits for name, bits in training.image().items() if "@" in name and bits[1][0]}
     shards = {name: (dtype, shape, bits.hex()) for name, (dtype, shape, bits) in held.items()}

@@ -33,7 +33,7 @@ class Noisy(Dataset[Any]):
         return torch.full((4,), float(index)) + torch.from_numpy(noise), torch.tensor([index % 37, -index])
 
 
-class Run:
+class ResumedRun:
     """A model, its optimizers, a table and the trainer's state. group: the ranks that train together."""
 
     def __init__(self, group: Any = None) -> None:
@@ -97,7 +97,7 @@ def main() -> None:
     torch.set_num_threads(1)
     path, until = Path(sys.argv[1]), int(sys.argv[2])
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
-    run = Run()
+    run = ResumedRun()
     report = asyncckpt.Loader(path, hashtables=run.tables, tensors=run.state).load()
     assert report.step == int(run.trainer.step)
     print("\n".join(run.train(until=until)))

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,28 +13,17 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.trainer_state.run import Run
+from tests.trainer_state.run import ResumedRun
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS_COUNT = 33  # Two epochs and a half, of 13 batches each.
 
-pytestmark = pytest.mark.any_core
-
-
-@pytest.fixture(autouse=True)
-def _generators_as_before() -> Iterator[None]:
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    torch.set_rng_state(before[2])
-    torch.set_num_threads(before[3])
+pytestmark = [pytest.mark.any_core, pytest.mark.usefixtures("one_thread")]
 
 
 def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    run = Run()
+    run = ResumedRun()
     save_at = 18
     with asyncckpt.Saver(path=tmp_path, hashtables=run.tables, tensors=run.state) as saver:
         expected = run.train(until=STEPS_COUNT, saver=saver, save_at=save_at)
@@ -54,11 +42,11 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("save_at", [1, 12, 13, 14, 26, 32])
 def test_saves_anywhere_in_an_epoch(tmp_path: Path, save_at: int) -> None:
     random.seed(2), np.random.seed(2), torch.manual_seed(2)
-    run = Run()
+    run = ResumedRun()
     with asyncckpt.Saver(path=tmp_path, hashtables=run.tables, tensors=run.state) as saver:
         expected = run.train(until=STEPS_COUNT, saver=saver, save_at=save_at)
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    other = Run()
+    other = ResumedRun()
     other.train(until=5)  # Leaves traces everywhere, an optimizer's state and a position too.
     asyncckpt.Loader(tmp_path, hashtables=other.tables, tensors=other.state).load()
     assert other.train(until=STEPS_COUNT) == expected[save_at:]
@@ -67,11 +55,11 @@ def test_saves_anywhere_in_an_epoch(tmp_path: Path, save_at: int) -> None:
 def test_the_numbers_tell_runs_apart(tmp_path: Path) -> None:
     # Without the random numbers a resumed run is another one: the test above could fail.
     random.seed(2), np.random.seed(2), torch.manual_seed(2)
-    run = Run()
+    run = ResumedRun()
     state = {name: run.state[name] for name in ("model", "adam")}
     with asyncckpt.Saver(path=tmp_path, hashtables=run.tables, tensors=state) as saver:
         expected = run.train(until=20, saver=saver, save_at=18)
-    other = Run()
+    other = ResumedRun()
     report = asyncckpt.Loader(tmp_path, hashtables=other.tables, tensors={n: other.state[n] for n in state}).load()
     assert report.step == 18
     assert other.train(until=2) != expected[18:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,6 @@ import asyncckpt
 from asyncckpt.trainer_state import RngState
 
 pytestmark = pytest.mark.any_core
-
-
-@pytest.fixture(autouse=True)
-def _generators_as_before() -> Iterator[None]:
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    torch.set_rng_state(before[2])
 
 
 def draws() -> list[Any]:

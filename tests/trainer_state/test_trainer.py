@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import asyncckpt
 from asyncckpt.trainer_state import DataPosition, ResumableSampler, RngState, StepCounter, TrainerState
+from tests.worlds.objects import Stateful
 
 pytestmark = pytest.mark.any_core
 
@@ -53,18 +54,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert (int(fresh.step), fresh.data.samples_consumed) == (1, 2)
 
 
-class Draws:
-    """A part that draws while it loads."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"x": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        torch.rand(1)
-
-
 def test_random_numbers_are_set_last() -> None:
-    saved = trainer(zz=Draws())
+    saved = trainer(zz=Stateful({"x": 1}, loading=lambda: torch.rand(1)))
     state = saved.state_dict()
     expected = torch.rand(1)
     saved.load_state_dict(state)

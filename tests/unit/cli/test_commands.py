@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,25 +10,12 @@ import xxhash
 
 import asyncckpt
 from asyncckpt.cli.findings import ExitCode
-from tests.program import Result
+from tests.program import answer_of
 from tests.program import invoke as run
+from tests.worlds.directories import flip_byte, manifest_path
 
 STEPS = [100, 200, 300]
 HOSTILE_NAME = "[bold]evil[/bold]\x1b[31m\nname"
-
-
-def answer_of(result: Result) -> Any:
-    return json.loads(result.stdout)
-
-
-def manifest(path: Path, step: int) -> Path:
-    return path / "manifests" / f"{step:012d}.json"
-
-
-def flip_byte(path: Path, at: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
 
 
 def flip_last_data_byte(path: Path, step: int) -> None:
@@ -40,10 +25,10 @@ def flip_last_data_byte(path: Path, step: int) -> None:
 
 def make_newer(path: Path, step: int) -> None:
     """As a later version would have written it: another version number, and a digest that fits."""
-    body, _, _ = manifest(path, step).read_bytes().rpartition(b',"digest":"')
+    body, _, _ = manifest_path(path, step).read_bytes().rpartition(b',"digest":"')
     body = body.replace(b'"version":1', b'"version":9')
     digest = xxhash.xxh3_128_hexdigest(body).encode()
-    manifest(path, step).write_bytes(body + b',"digest":"' + digest + b'"}\n')
+    manifest_path(path, step).write_bytes(body + b',"digest":"' + digest + b'"}\n')
 
 
 @pytest.fixture
@@ -87,7 +72,7 @@ def test_ls_of_a_directory_without_checkpoints_is_well(tmp_path: Path) -> None:
 
 
 def test_ls_shows_a_damaged_manifest_beside_the_sound_ones(checkpoints: Path) -> None:
-    flip_byte(manifest(checkpoints, 200), 100)
+    flip_byte(manifest_path(checkpoints, 200), 100)
     result = run("ls", checkpoints)
     assert result.exit_code == ExitCode.DAMAGED
     assert "step 200: manifest '000000000200.json'" in result.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +14,8 @@ from asyncckpt.cli.findings import ExitCode
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
-from tests.program import Result
+from tests.program import answer_of
 from tests.program import invoke as run
-
-
-def answer_of(result: Result) -> Any:
-    return json.loads(result.stdout)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from asyncckpt.storage.owner_lock import _lock_file
 from bench.start import many_steps
 from tests.program import Result, invoke
 from tests.read_only import read_only_mount
+from tests.worlds.directories import flip_byte
 
 MANY = 5000
 # What stands behind DIR; for a command that is not here, the test of all of them fails.
@@ -116,9 +117,7 @@ def directory(kind: str, model: Path, place: Path) -> Iterator[Path]:
         path.write_bytes(b"")
     elif kind == "corrupt":
         manifest = path / "manifests" / f"{30:012d}.json"
-        raw = bytearray(manifest.read_bytes())
-        raw[100] ^= 1
-        manifest.write_bytes(raw)
+        flip_byte(manifest, 100)
     elif kind == "held":
         with Directory.open(path) as root:
             held.append(_lock_file(root, LOCK_NAME))  # As another process would: by an open file of its own.

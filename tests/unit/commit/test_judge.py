@@ -20,7 +20,7 @@ from asyncckpt.storage.directory import Directory
 from tests.chains.model import load
 from tests.chains.written import Written
 from tests.program import invoke
-from tests.unit.commit.test_retention import delta, full, two_chains
+from tests.unit.commit.test_retention import before_the_first_file, delta, full, two_chains
 
 STATE = {"n": 1}
 
@@ -215,14 +215,7 @@ def test_a_delta_that_is_published_meanwhile_keeps_what_it_builds_upon(
     """By another process, whose lock does not work."""
     found = two_chains(tmp_path)
     full(tmp_path, 8)
-    create = Directory.create_file
-
-    def publish_first(self: Directory, name: str) -> tuple[int, bool]:
-        monkeypatch.setattr(Directory, "create_file", create)
-        delta(tmp_path, 9, found[7].chain)
-        return create(self, name)
-
-    monkeypatch.setattr(Directory, "create_file", publish_first)
+    before_the_first_file(monkeypatch, lambda: delta(tmp_path, 9, found[7].chain))
     assert retained(tmp_path, 1).removed == (1, 2, 3, 8)
     load(tmp_path, 9)
 

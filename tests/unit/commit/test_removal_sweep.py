@@ -20,7 +20,7 @@ from asyncckpt.format.names import Attempt, Mark, pin_name, upload_mark_name
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
-from tests.unit.commit.test_retention import full, two_chains
+from tests.unit.commit.test_retention import folders, full, two_chains
 
 
 @pytest.fixture
@@ -41,10 +41,6 @@ def leave(root: Path, step: int, *, folder: bool = False) -> str:
 def swept(root: Path) -> list[str]:
     with CheckpointRoot.for_reading(root) as opened:
         return sweep(opened, KnownHeads(opened))
-
-
-def folders(root: Path) -> set[str]:
-    return {path.name for path in (root / "data").iterdir()}
 
 
 def marks(root: Path) -> list[str]:

@@ -27,12 +27,8 @@ from asyncckpt.errors import IOFailedError
 from asyncckpt.format.head import ParentFacts
 from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
-from tests.chains.model import DIM, layer_of, load
+from tests.chains.model import layer_of, load, row
 from tests.chains.written import Written, write
-
-
-def row(value: float) -> tuple[float, ...]:
-    return (value,) * (DIM + 1)
 
 
 def full(root: Path, step: int, *, replaces: str | None = None) -> Written:
@@ -47,6 +43,18 @@ def keep_latest(root: Path, count: int, *protected: int) -> list[int]:
     with CheckpointRoot.for_reading(root) as opened:
         policy = KeepPolicy(latest=count)
         return list(retain(opened, KnownHeads(opened), policy, protected=lambda: protected).removed)
+
+
+def before_the_first_file(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Let others do something right before the next file is created."""
+    create = Directory.create_file
+
+    def create_behind(self: Directory, name: str, **options: bool) -> tuple[int, bool]:
+        monkeypatch.setattr(Directory, "create_file", create)
+        act()
+        return create(self, name, **options)
+
+    monkeypatch.setattr(Directory, "create_file", create_behind)
 
 
 def folders(root: Path) -> set[str]:
@@ -332,14 +340,17 @@ def test_a_step_whose_manifest_cannot_be_read_any_more_keeps_no_other(tmp_path: 
     assert found[3].folder.exists()
 
 
-def test_what_cannot_be_removed_keeps_no_later_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "BATCH_STEPS_MAX", 2)
-    found = {step: full(tmp_path, step) for step in range(8)}
-    (found[6].folder / "lost+found").mkdir()
+@pytest.mark.parametrize(("count", "stuck", "batch"), [(8, 6, 2), (4, 0, 1000)])
+def test_a_folder_that_cannot_be_removed_keeps_no_other_one_and_no_later_batch(
+    count: int, stuck: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "BATCH_STEPS_MAX", batch)
+    found = {step: full(tmp_path, step) for step in range(count)}
+    (found[stuck].folder / "lost+found").mkdir()
     with pytest.raises(IOFailedError, match="1 folders cannot be removed"):
         keep_latest(tmp_path, 1)
-    assert asyncckpt.list_steps(tmp_path) == [7]
-    assert folders(tmp_path) == {found[step].folder.name for step in (6, 7)}
+    assert asyncckpt.list_steps(tmp_path) == [count - 1]
+    assert folders(tmp_path) == {found[step].folder.name for step in (stuck, count - 1)}
 
 
 def test_a_manifest_that_cannot_be_removed_keeps_what_it_builds_upon(
@@ -400,12 +411,3 @@ def test_known_heads_hold_no_values_but_numbers_of_metadata(tmp_path: Path) -> N
         with CheckpointRoot.for_reading(tmp_path) as root:
             read = [KnownHeads(root).of(f"{step:012d}.json") for step in range(3)]
         assert read == [sealed for _, sealed in heads._heads.values()]
-
-
-def test_a_folder_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path) -> None:
-    found = {step: full(tmp_path, step) for step in range(4)}
-    (found[0].folder / "lost+found").mkdir()
-    with pytest.raises(IOFailedError, match="1 folders cannot be removed"):
-        keep_latest(tmp_path, 1)
-    assert asyncckpt.list_steps(tmp_path) == [3]
-    assert folders(tmp_path) == {found[0].folder.name, found[3].folder.name}

@@ -19,7 +19,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import load
-from tests.unit.commit.test_retention import delta, folders, full, names, two_chains
+from tests.unit.commit.test_retention import before_the_first_file, delta, folders, full, names, two_chains
 
 CHANGES = ("move", "create_file", "remove_file", "sync", "remove_folder")
 
@@ -158,14 +158,7 @@ def test_killed_anywhere_it_leaves_one_history(tmp_path: Path) -> None:
 def test_what_comes_meanwhile_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A delta upon what is about to go is published without a lock, before that is decided."""
     found = two_chains(tmp_path)
-    create = Directory.create_file
-
-    def publish_first(self: Directory, name: str, **options: bool) -> tuple[int, bool]:
-        monkeypatch.setattr(Directory, "create_file", create)
-        delta(tmp_path, 8, found[7].chain)
-        return create(self, name, **options)
-
-    monkeypatch.setattr(Directory, "create_file", publish_first)
+    before_the_first_file(monkeypatch, lambda: delta(tmp_path, 8, found[7].chain))
     with pytest.raises(UsageError, match=r"step 7 .* the base of step 8"):
         remove(tmp_path, 7)
     load(tmp_path, 8)

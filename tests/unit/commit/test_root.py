@@ -14,6 +14,7 @@ import torch
 import asyncckpt
 from asyncckpt.commit.root import make_folder
 from asyncckpt.errors import UnsupportedError
+from tests.worlds.saves import save_one
 
 pytestmark = pytest.mark.any_core
 
@@ -29,8 +30,7 @@ def test_a_host_of_the_other_byte_order_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: Callable[[Path], Any]
 ) -> None:
     """It would write its own order, and say that it is the other one."""
-    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, tensors={"w": torch.ones(3)})
     monkeypatch.setattr(sys, "byteorder", "big")
     with pytest.raises(UnsupportedError, match="little-endian hosts, found 'big'"):
         door(tmp_path)
@@ -65,6 +65,5 @@ def test_a_directory_that_another_process_makes_meanwhile_is_there(
     """Which of them may write is decided by its lock."""
     with monkeypatch.context() as patched:
         patched.setattr(os.path, "exists", then_made(os.path.exists))
-        with asyncckpt.Saver(path=tmp_path / "ckpt", tensors={"w": torch.ones(3)}) as saver:
-            saver.save(1)
+        save_one(tmp_path / "ckpt", tensors={"w": torch.ones(3)})
     asyncckpt.verify(tmp_path / "ckpt")

@@ -22,6 +22,7 @@ from asyncckpt.format.names import Attempt
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
+from tests.worlds.directories import manifest_path
 
 PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
@@ -122,39 +123,23 @@ def test_step_that_is_there_only_compacted_is_not_saved_again(saved: Written, tm
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), MemoryError(), RuntimeError("a bug")])
-@pytest.mark.parametrize("operation", ["sync", "check_file", "has"])
-def test_an_error_of_any_kind_behind_the_rename_is_a_doubt_and_removes_nothing(
+@pytest.mark.parametrize("operation", ["publish", "sync", "check_file", "has"])
+def test_an_error_of_any_kind_behind_the_rename_or_of_it_is_a_doubt_and_removes_nothing(
     operation: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = getattr(Directory, operation)
 
     def fail(self: Directory, *arguments: Any, **options: Any) -> Any:
-        if (tmp_path / "manifests" / f"{1:012d}.json").exists():
+        if operation == "publish":  # The rename itself: it is looked into.
+            plain(self, *arguments)
+            raise error
+        if manifest_path(tmp_path, 1).exists():
             raise error
         return plain(self, *arguments, **options)
 
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         with monkeypatch.context() as patched:
             patched.setattr(Directory, operation, fail)
-            failed = saver.save_async(1).exception(60)
-        assert isinstance(failed, asyncckpt.IndeterminateError)
-        assert failed.resolve()
-    asyncckpt.verify(tmp_path, 1)
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), MemoryError(), RuntimeError("a bug")])
-def test_an_error_of_any_kind_of_the_rename_itself_is_looked_into(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = Directory.publish
-
-    def publish_and_fail(self: Directory, *names: str) -> None:
-        plain(self, *names)
-        raise error
-
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
-        with monkeypatch.context() as patched:
-            patched.setattr(Directory, "publish", publish_and_fail)
             failed = saver.save_async(1).exception(60)
         assert isinstance(failed, asyncckpt.IndeterminateError)
         assert failed.resolve()

@@ -95,7 +95,7 @@ class FakeEffects:
         return self.found
 
 
-class Job:
+class RanksAndEffects:
     """Ranks with channels, threads and effects; `call` makes the next call on some of them."""
 
     def __init__(self, ranks_count: int, threads: ThreadPoolExecutor) -> None:
@@ -125,11 +125,11 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def job(threads: ThreadPoolExecutor) -> Job:
-    return Job(3, threads)
+def job(threads: ThreadPoolExecutor) -> RanksAndEffects:
+    return RanksAndEffects(3, threads)
 
 
-async def test_all_ranks_commit(job: Job) -> None:
+async def test_all_ranks_commit(job: RanksAndEffects) -> None:
     kinds = {
         0: Begin(5, "full", {"v": "1"}, {"n": 0}),
         1: Begin(5, "delta", {"v": "1"}),
@@ -147,7 +147,7 @@ async def test_all_ranks_commit(job: Job) -> None:
 
 
 async def test_one_rank_alone_needs_no_channel(threads: ThreadPoolExecutor) -> None:
-    job = Job(1, threads)
+    job = RanksAndEffects(1, threads)
     (outcome,) = await job.call()
     assert isinstance(outcome, Outcome)
     assert outcome.state == "committed"
@@ -155,7 +155,7 @@ async def test_one_rank_alone_needs_no_channel(threads: ThreadPoolExecutor) -> N
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-async def test_a_failed_write_is_raised_where_it_failed(job: Job, rank: int) -> None:
+async def test_a_failed_write_is_raised_where_it_failed(job: RanksAndEffects, rank: int) -> None:
     error = IOFailedError("no room for shard 'r00002-000'")
     job.effects[rank].fails["write"] = error
     outcomes = await job.call()
@@ -171,7 +171,7 @@ async def test_a_failed_write_is_raised_where_it_failed(job: Job, rank: int) -> 
     assert job.effects[0].events[-1] == "abandon"
 
 
-async def test_a_call_that_ends_early_leaves_no_write_behind(job: Job) -> None:
+async def test_a_call_that_ends_early_leaves_no_write_behind(job: RanksAndEffects) -> None:
     job.effects[0].holds = job.effects[1].holds = True
     job.effects[2].behind = (job.effects[0], job.effects[1])
     job.effects[2].fails["write"] = OSError("gone")
@@ -181,7 +181,7 @@ async def test_a_call_that_ends_early_leaves_no_write_behind(job: Job) -> None:
 
 
 @pytest.mark.parametrize("name", ["make_folder", "publish"])
-async def test_a_coordinator_that_fails_aborts_for_all(job: Job, name: str) -> None:
+async def test_a_coordinator_that_fails_aborts_for_all(job: RanksAndEffects, name: str) -> None:
     error = job.effects[0].fails[name] = ConflictError("step 1 already exists")
     outcomes = await job.call()
     assert outcomes[0] is error
@@ -191,7 +191,7 @@ async def test_a_coordinator_that_fails_aborts_for_all(job: Job, name: str) -> N
     assert ("abandon" in job.effects[0].events) == (name == "publish")
 
 
-async def test_a_contradiction_is_a_conflict_on_all_ranks(job: Job) -> None:
+async def test_a_contradiction_is_a_conflict_on_all_ranks(job: RanksAndEffects) -> None:
     job.effects[0].fails["make_folder"] = Contradiction("ranks 0 and 1 hold different ones: \udc80")
     outcomes = await job.call()
     assert [type(outcome) for outcome in outcomes] == [ConflictError] * 3
@@ -202,7 +202,7 @@ async def test_a_contradiction_is_a_conflict_on_all_ranks(job: Job) -> None:
     assert [outcome.state for outcome in await job.call() if isinstance(outcome, Outcome)] == ["committed"] * 3
 
 
-async def test_doubt_is_told_to_all(job: Job) -> None:
+async def test_doubt_is_told_to_all(job: RanksAndEffects) -> None:
     error = job.effects[0].fails["publish"] = IndeterminateError("not synced", resolve=lambda: True)
     job.effects[1].found = True
     outcomes = await job.call()
@@ -217,14 +217,14 @@ async def test_doubt_is_told_to_all(job: Job) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_who_skips_skips_for_all(job: Job, rank: int) -> None:
+async def test_who_skips_skips_for_all(job: RanksAndEffects, rank: int) -> None:
     outcomes = await job.call({other: Skipped("busy") if other == rank else Begin(3) for other in range(3)})
     assert outcomes == [Outcome("skipped", rank=rank, cause="busy")] * 3
     assert [effects.events for effects in job.effects] == [[], [], []]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_who_failed_before_fails_for_all(job: Job, rank: int) -> None:
+async def test_who_failed_before_fails_for_all(job: RanksAndEffects, rank: int) -> None:
     outcomes = await job.call({other: Failed("FilterError: no") if other == rank else Begin(3) for other in range(3)})
     assert outcomes[rank] == Outcome("aborted", rank=rank, cause="FilterError: no")
     others = [outcomes[other] for other in range(3) if other != rank]
@@ -238,7 +238,7 @@ async def test_who_failed_before_fails_for_all(job: Job, rank: int) -> None:
         (Begin(7, facts={"version": "2"}), "differ in version: None on rank 0, '2' on rank 2"),
     ],
 )
-async def test_ranks_that_differ_conflict_everywhere(job: Job, odd: Begin, message: str) -> None:
+async def test_ranks_that_differ_conflict_everywhere(job: RanksAndEffects, odd: Begin, message: str) -> None:
     outcomes = await job.call({0: Begin(7), 1: Begin(7), 2: odd})
     for outcome in outcomes:
         assert type(outcome) is ConflictError
@@ -246,21 +246,21 @@ async def test_ranks_that_differ_conflict_everywhere(job: Job, odd: Begin, messa
     assert job.effects[0].events == []
 
 
-async def test_a_rank_that_never_calls_is_named(job: Job) -> None:
+async def test_a_rank_that_never_calls_is_named(job: RanksAndEffects) -> None:
     outcomes = await job.call({0: Begin(1), 1: Begin(1)}, limits=SHORT)
     assert [(it.rank, it.cause) for it in outcomes if isinstance(it, PeerError)] == [
         (2, "rank 2 did not begin this save within 0.4 s of rank 0")
     ] * 2
 
 
-async def test_a_coordinator_that_never_calls_is_named(job: Job) -> None:
+async def test_a_coordinator_that_never_calls_is_named(job: RanksAndEffects) -> None:
     outcomes = await job.call({1: Begin(1), 2: Begin(1)}, limits=SHORT)
     assert [(it.rank, it.cause) for it in outcomes if isinstance(it, PeerError)] == [
         (0, "rank 0 did not begin this save within 0.4 s")
     ] * 2
 
 
-async def test_a_rank_that_falls_silent_is_named(job: Job) -> None:
+async def test_a_rank_that_falls_silent_is_named(job: RanksAndEffects) -> None:
     job.effects[0].holds = job.effects[1].holds = True
     job.channels[2].send(1, 0, encode(Begin(1)))  # Its last word.
     outcomes = await job.call({0: Begin(1), 1: Begin(1)}, limits=SHORT)
@@ -269,7 +269,7 @@ async def test_a_rank_that_falls_silent_is_named(job: Job) -> None:
     ] * 2
 
 
-async def test_a_slow_rank_says_that_it_is_alive(job: Job) -> None:
+async def test_a_slow_rank_says_that_it_is_alive(job: RanksAndEffects) -> None:
     for effects in job.effects:
         effects.holds = True
     loop = asyncio.get_running_loop()
@@ -280,7 +280,7 @@ async def test_a_slow_rank_says_that_it_is_alive(job: Job) -> None:
 
 
 @pytest.mark.parametrize("found", [True, False])
-async def test_who_is_not_told_looks(job: Job, found: bool) -> None:
+async def test_who_is_not_told_looks(job: RanksAndEffects, found: bool) -> None:
     job.effects[0].before_publish = job.channels[0].close  # All have prepared; from here nobody hears of it.
     job.effects[1].found = job.effects[2].found = found
     outcomes = await job.call()
@@ -296,14 +296,14 @@ async def test_who_is_not_told_looks(job: Job, found: bool) -> None:
             assert told.resolve() is False
 
 
-async def test_a_look_that_fails_finds_nothing(job: Job) -> None:
+async def test_a_look_that_fails_finds_nothing(job: RanksAndEffects) -> None:
     job.effects[0].before_publish = job.channels[0].close
     job.effects[1].fails["look"] = OSError("stale handle")
     outcomes = await job.call()
     assert isinstance(outcomes[1], PeerInDoubtError)
 
 
-async def test_what_is_no_message_aborts_the_call(job: Job) -> None:
+async def test_what_is_no_message_aborts_the_call(job: RanksAndEffects) -> None:
     job.channels[1].send(1, 0, b"\x80\x05K\x01.")
     outcomes = await job.call({0: Begin(1), 2: Begin(1)})
     for outcome in outcomes:
@@ -312,7 +312,7 @@ async def test_what_is_no_message_aborts_the_call(job: Job) -> None:
         assert "message from rank 1 is not strict JSON" in outcome.cause
 
 
-async def test_messages_from_nowhere_are_ignored(job: Job) -> None:
+async def test_messages_from_nowhere_are_ignored(job: RanksAndEffects) -> None:
     for sender in (0, 3, 99):
         job.exchange.inboxes[1, 0].append((sender, encode(Failed("I am not there"))))
     job.exchange.inboxes[1, 2].append((1, encode(Outcome("aborted", rank=1, cause="I decide"))))
@@ -320,7 +320,7 @@ async def test_messages_from_nowhere_are_ignored(job: Job) -> None:
     assert [it.state for it in outcomes if isinstance(it, Outcome)] == ["committed"] * 3
 
 
-async def test_a_cancelled_rank_tells_the_others(job: Job) -> None:
+async def test_a_cancelled_rank_tells_the_others(job: RanksAndEffects) -> None:
     job.effects[0].holds = job.effects[1].holds = job.effects[2].holds = True
     job.number = 1
     calls = [
@@ -335,7 +335,7 @@ async def test_a_cancelled_rank_tells_the_others(job: Job) -> None:
     assert job.effects[2].events == ["write", "stop", "write ended"]
 
 
-async def test_older_calls_are_forgotten(job: Job) -> None:
+async def test_older_calls_are_forgotten(job: RanksAndEffects) -> None:
     await job.call({0: Begin(1), 1: Begin(1), 2: Skipped()})
     await job.call()
     await job.call({0: Skipped(), 1: Begin(3), 2: Begin(3)})
@@ -344,21 +344,28 @@ async def test_older_calls_are_forgotten(job: Job) -> None:
     assert {call for call, _ in job.exchange.inboxes} <= {4}
 
 
-class StuckChannel:
-    """A channel whose receive never comes back until it is let go."""
+class DeafChannel:
+    """A channel but for what it receives."""
 
     def __init__(self, channel: Channel) -> None:
         self.rank, self.ranks_count = channel.rank, channel.ranks_count
-        self.let_go = threading.Event()
         self.send, self.put, self.get = channel.send, channel.put, channel.get
         self.forget, self.close = channel.forget, channel.close
+
+
+class StuckChannel(DeafChannel):
+    """A channel whose receive never comes back until it is let go."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
+        self.let_go = threading.Event()
 
     def receive(self, call: int, timeout_s: float) -> list[tuple[int, bytes]]:
         self.let_go.wait()
         return []
 
 
-async def test_a_channel_that_hangs_is_a_lost_one(job: Job) -> None:
+async def test_a_channel_that_hangs_is_a_lost_one(job: RanksAndEffects) -> None:
     stuck = StuckChannel(job.channels[1])
     job.channels[1] = stuck
     try:
@@ -370,7 +377,7 @@ async def test_a_channel_that_hangs_is_a_lost_one(job: Job) -> None:
 
 
 async def test_one_thread_is_enough(threads: ThreadPoolExecutor) -> None:
-    job = Job(2, threads)
+    job = RanksAndEffects(2, threads)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         outcomes = await asyncio.gather(
             run_call(job.channels[0], 1, Begin(1), job.effects[0], LONG, threads=one),
@@ -379,13 +386,11 @@ async def test_one_thread_is_enough(threads: ThreadPoolExecutor) -> None:
     assert [outcome.state for outcome in outcomes] == ["committed"] * 2
 
 
-class LateChannel:
+class LateChannel(DeafChannel):
     """A channel that is deaf until its rank's clock has jumped, and finds nothing in the first look after that."""
 
     def __init__(self, channel: Channel) -> None:
-        self.rank, self.ranks_count = channel.rank, channel.ranks_count
-        self.send, self.put, self.get = channel.send, channel.put, channel.get
-        self.forget, self.close = channel.forget, channel.close
+        super().__init__(channel)
         self._channel = channel
         self.is_deaf = self.has_jumped = False
         self.deaf_looks_count = 0
@@ -401,7 +406,7 @@ class LateChannel:
 
 async def test_time_in_which_a_process_was_stopped_is_nobodys_silence(threads: ThreadPoolExecutor) -> None:
     """The clock jumps past the limit of silence, while what was said meanwhile lies in the inbox."""
-    job, jump_s = Job(2, threads), 0.0
+    job, jump_s = RanksAndEffects(2, threads), 0.0
     late = [LateChannel(channel) for channel in job.channels]
 
     def clock() -> float:

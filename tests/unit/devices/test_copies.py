@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import random
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from asyncckpt.native import U64
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
-pytestmark = pytest.mark.any_core
+pytestmark = [pytest.mark.any_core, pytest.mark.usefixtures("one_thread")]
 
 TARGET_BYTES = 256 << 10
 GUARD = 0xA5
@@ -33,7 +32,7 @@ every_kernels = pytest.mark.parametrize("kernels", ["plain", "library", "torch"]
 is_pinned = pytest.mark.parametrize("pinned", [True, False])
 
 
-class World:
+class CopyMemory:
     """A device with garbage in its memory, and host memory to copy to."""
 
     def __init__(self, kernels: KernelsChoice, seed: int, *, pinned: bool) -> None:
@@ -110,15 +109,6 @@ class World:
         self.runtime.check()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: threads of torch would only wait."""
-    threads_count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads_count)
-
-
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which copies are divided, as small as the copies of these tests."""
@@ -153,7 +143,7 @@ def test_long_segments_are_aligned_like_their_sources() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.usefixtures("small_limits")
 def test_segments(kernels: KernelsChoice, pinned: bool, by_scratch: bool, seed: int) -> None:
-    world = World(kernels, seed, pinned=pinned)
+    world = CopyMemory(kernels, seed, pinned=pinned)
     copy = SegmentCopy(world.segments(world.random.choice([1, 3, 40]), world.random.choice([2, 50, 6000])))
     world.copy(copy, by_scratch=by_scratch)
     world.check()
@@ -168,7 +158,7 @@ def test_segments(kernels: KernelsChoice, pinned: bool, by_scratch: bool, seed: 
 def test_rows(
     kernels: KernelsChoice, pinned: bool, by_scratch: bool, has_sources: bool, has_targets: bool, seed: int
 ) -> None:
-    world = World(kernels, seed, pinned=pinned)
+    world = CopyMemory(kernels, seed, pinned=pinned)
     world.copy(world.rows(has_sources=has_sources, has_targets=has_targets), by_scratch=by_scratch)
     world.check()
 
@@ -178,7 +168,7 @@ def test_rows(
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["strided", "conjugated", "negated", "expanded", "number"])
 def test_tensors(pinned: bool, by_scratch: bool, seed: int, kind: str) -> None:
-    world = World("plain", seed, pinned=pinned)
+    world = CopyMemory("plain", seed, pinned=pinned)
     values = torch.randn(6, 7, dtype=torch.complex64, generator=torch.Generator().manual_seed(seed))
     device = world.runtime.new_tensor((6, 7), torch.complex64, values=values)
     views = {
@@ -202,7 +192,7 @@ def test_tensors(pinned: bool, by_scratch: bool, seed: int, kind: str) -> None:
 @pytest.mark.usefixtures("small_limits")
 def test_copies_over_the_borders_of_pinned_ranges(kernels: KernelsChoice, by_scratch: bool, seed: int) -> None:
     """Each alone is refused by the copy engine, as test_a_copy_over_the_border_of_a_pinned_range_is_refused shows."""
-    world = World(kernels, seed, pinned=False)
+    world = CopyMemory(kernels, seed, pinned=False)
     world.pin_some()
     world.copy(SegmentCopy(world.segments(40, world.random.choice([50, 9000, 60_000]))), by_scratch=by_scratch)
     world.check()
@@ -225,7 +215,7 @@ def test_many_long_segments_do_not_fill_the_queue_of_a_stream(
 ) -> None:
     """Each copy of the copy engine is an operation; the host would wait for room."""
     monkeypatch.setattr(library_kernels, "ENGINE_COPIES_MAX", 5, raising=False)
-    world = World("plain", 3, pinned=True)
+    world = CopyMemory("plain", 3, pinned=True)
     world.runtime.schedule.run_all()
     world.runtime.schedule.pace, world.runtime.schedule.depth_max = 0.0, 20
     sizes = [world.random.randrange(4000, 9000) for _ in range(30)]
@@ -240,7 +230,7 @@ def test_many_long_segments_do_not_fill_the_queue_of_a_stream(
 @pytest.mark.usefixtures("small_limits")
 def test_without_memory_left_a_strided_tensor_goes_in_parts_that_there_is_memory_for() -> None:
     for kernels in ("plain", "torch"):
-        world = World(kernels, 1, pinned=True)
+        world = CopyMemory(kernels, 1, pinned=True)
         values = torch.arange(60_000, dtype=torch.int16).view(2, 3, 100, 100).transpose(2, 3)
         source = world.runtime.new_tensor((2, 3, 100, 100), torch.int16, values=values.transpose(2, 3)).transpose(2, 3)
         world.runtime.allocation_bytes_max = 25_000
@@ -258,10 +248,10 @@ def test_the_parts_of_a_split_are_all_of_it_and_fit(seed: int) -> None:
         lambda world: world.rows(has_sources=True, has_targets=False),
         lambda world: world.rows(has_sources=False, has_targets=True),
     ):
-        whole = make(World("plain", seed, pinned=True))
+        whole = make(CopyMemory("plain", seed, pinned=True))
         sizes = {0, 1, 255, whole.bytes // 3, whole.bytes, whole.bytes + 511, 2 * whole.bytes + 100_000}
         for bytes_max in sorted(sizes):
-            world = World("plain", seed, pinned=True)
+            world = CopyMemory("plain", seed, pinned=True)
             first, last = make(world).split(bytes_max)
             world.runtime.schedule.run_all()
             parts = [part for part in (first, last) if part is not None]
@@ -281,7 +271,7 @@ def test_the_parts_of_a_split_are_all_of_it_and_fit(seed: int) -> None:
 
 def test_without_memory_left_short_segments_go_one_by_one() -> None:
     for kernels in ("plain", "torch"):
-        world = World(kernels, 1, pinned=False)
+        world = CopyMemory(kernels, 1, pinned=False)
         segments = world.segments(9, 50)
         world.runtime.is_out_of_memory = True
         world.copy(SegmentCopy(segments))

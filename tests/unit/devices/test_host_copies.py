@@ -180,7 +180,7 @@ def test_a_launch_that_fails_leaves_nothing_on_its_way() -> None:
     assert 10 < n < 99
 
 
-class Interrupted(SegmentCopy):
+class InterruptedCopy(SegmentCopy):
     """A copy in which the user interrupts."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ def test_an_interrupt_in_a_launch_is_raised_when_nothing_is_on_its_way() -> None
     for device in range(2):
         source = filled(runtime, 1, device=device, bytes=100)
         copies.on(device).add(segment(source, target[1000 * device :]), source)
-    copies.on(1).copies.append(Interrupted())
+    copies.on(1).copies.append(InterruptedCopy())
     with pytest.raises(KeyboardInterrupt):
         copies.launch(reachable=reachable(target))
     assert bool((target[:100] == 1).all())

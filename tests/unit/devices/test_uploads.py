@@ -22,6 +22,7 @@ from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.native import U8
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.torch_queue import alias
+from tests.worlds.bits import raw_of
 
 pytestmark = pytest.mark.any_core  # Of all this, only the simulated devices use the core.
 
@@ -42,12 +43,8 @@ def some_values(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) 
     return ((raw % 2).bool() if dtype is torch.bool else raw.view(dtype)).reshape(shape)
 
 
-def raw_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 @dataclass
-class World:
+class RandomPuts:
     """Puts of random kinds, and what all targets have to hold in the end."""
 
     runtime: SimulatedRuntime
@@ -147,7 +144,7 @@ def test_everything_comes_to_its_place(seed: int, kernels: Any) -> None:
     rng = random.Random(seed)
     runtime = SimulatedRuntime(rng.choice([1, 2]), seed=seed, kernels=kernels)
     with runtime.installed():
-        world = World(runtime, rng, Uploads(runtime))
+        world = RandomPuts(runtime, rng, Uploads(runtime))
         with world.uploads:
             for _ in range(5):
                 world.fill_one_window(3000)
@@ -286,7 +283,7 @@ def test_a_device_that_is_lost(at: int, kernels: Any) -> None:
     rng = random.Random(at)
     runtime = SimulatedRuntime(seed=at, kernels=kernels)
     with runtime.installed():
-        world = World(runtime, rng, Uploads(runtime))
+        world = RandomPuts(runtime, rng, Uploads(runtime))
         world.fill_one_window(400)
         world.uploads.settle()
         targets = [runtime.new_tensor((30,), torch.int64) for _ in range(4)]
@@ -326,7 +323,7 @@ def test_without_pinned_memory(kernels: Any, monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(runtime, "new_pinned", refuse)
     with runtime.installed():
-        world = World(runtime, rng, Uploads(runtime))
+        world = RandomPuts(runtime, rng, Uploads(runtime))
         with world.uploads:
             for _ in range(3):
                 world.fill_one_window(2000)
@@ -354,7 +351,7 @@ def test_windows_go_up_by_the_copy_engine(kernels: Any, monkeypatch: pytest.Monk
     runtime = SimulatedRuntime(2, seed=8, kernels=kernels)
     found = touching_host(runtime, monkeypatch)
     with runtime.installed():
-        world = World(runtime, random.Random(8), Uploads(runtime))
+        world = RandomPuts(runtime, random.Random(8), Uploads(runtime))
         with world.uploads:
             for _ in range(5):
                 world.fill_one_window(3000)

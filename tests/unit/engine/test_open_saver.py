@@ -60,7 +60,7 @@ def test_the_order_is_that_of_the_table(tmp_path: Path) -> None:
     assert in_order(made) == tuple(made[name] for name in ORDER)
 
 
-class Noting(SaveFeature):
+class NotingFeature(SaveFeature):
     """Notes each place of a save to which it is called."""
 
     def __init__(self, log: list[str]) -> None:
@@ -101,7 +101,7 @@ def test_a_save_calls_each_place_once_and_the_state_may_change_after_captured(
     make, fence = open_saver.make_features, Cut.fence
 
     def noting(asked: Any) -> dict[str, SaveFeature]:
-        return {**make(asked), "filters": Noting(log)}
+        return {**make(asked), "filters": NotingFeature(log)}
 
     def fence_noted(cut: Cut) -> None:
         if not cut.fenced:
@@ -137,7 +137,7 @@ def test_a_feature_that_fails_ends_the_save_and_leaves_nothing(
 ) -> None:
     """At whatever place: the next save begins anew, and waits for nothing."""
     make: Callable[[Any], dict[str, SaveFeature]] = open_saver.make_features
-    failing = Noting([])
+    failing = NotingFeature([])
     monkeypatch.setattr("asyncckpt.saver.make_features", lambda asked: {**make(asked), "filters": failing})
     with asyncckpt.Saver(path=tmp_path, tensors={"model": MODEL}) as saver:
 

@@ -50,7 +50,3 @@ def round_trip(values: torch.Tensor, steps: list[dict[str, Any]]) -> torch.Tenso
     assert (loaded.dtype, loaded.shape) == (values.dtype, values.shape)
     assert loaded.is_contiguous()
     return loaded
-
-
-def bits_of(values: torch.Tensor) -> bytes:
-    return values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

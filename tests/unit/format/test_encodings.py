@@ -25,7 +25,8 @@ from asyncckpt.format.encodings import (
     misfit,
 )
 from asyncckpt.model.block import BlockSpec
-from tests.unit.format.encoded import SKIP, ZSTD, bits_of, cast, quantize, round_trip, spec_of
+from tests.unit.format.encoded import SKIP, ZSTD, cast, quantize, round_trip, spec_of
+from tests.worlds.bits import raw_of
 
 LOSSLESS = [[SKIP], [ZSTD], [SKIP, ZSTD]]
 SHAPES = [(), (0,), (40,), (0, 3), (40, 0), (40, 3), (8, 2, 5)]
@@ -51,7 +52,7 @@ def test_lossless_encodings_keep_every_bit(dtype: torch.dtype) -> None:
         values = sparse(dtype, shape, seed=seed)
         for steps in LOSSLESS:
             if misfit(dtype, shape, steps[:1]) is None:
-                assert bits_of(round_trip(values, steps)) == bits_of(values)
+                assert raw_of(round_trip(values, steps)) == raw_of(values)
     assert len(encode(sparse(dtype, (400, 16), seed=1), [SKIP]).raw) < 400 * 16 * dtype.itemsize * 0.6
 
 
@@ -61,14 +62,14 @@ def test_rows_of_negative_zeros_and_nans_are_no_zero_rows() -> None:
     values[5, 1] = float("nan")
     encoded = encode(values, [SKIP])
     assert encoded.steps == ({"kind": "skip_zero_rows", "rows": 2},)
-    assert bits_of(round_trip(values, [SKIP])) == bits_of(values)
+    assert raw_of(round_trip(values, [SKIP])) == raw_of(values)
 
 
 def test_rows_of_views_are_found_whatever_their_alignment() -> None:
     storage = torch.zeros(1 + 64 * 4)
     values = storage[1:].reshape(64, 4)
     values[7] = 1.0
-    assert bits_of(round_trip(values, [SKIP])) == bits_of(values)
+    assert raw_of(round_trip(values, [SKIP])) == raw_of(values)
 
 
 @pytest.mark.parametrize("steps", [[SKIP], [ZSTD], [SKIP, ZSTD]], ids=str)

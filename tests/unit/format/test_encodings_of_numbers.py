@@ -17,7 +17,8 @@ from asyncckpt.format.encodings import (
 )
 from asyncckpt.format.encodings import numbers as of_numbers
 from asyncckpt.format.encodings.numbers import FLOATS, INTEGERS
-from tests.unit.format.encoded import SKIP, ZSTD, bits_of, cast, quantize, round_trip
+from tests.unit.format.encoded import SKIP, ZSTD, cast, quantize, round_trip
+from tests.worlds.bits import raw_of
 
 # -- cast --------------------------------------------------------------------------------------------------------------
 
@@ -30,7 +31,7 @@ def test_a_cast_rounds_as_torch_does() -> None:
         if source in FLOATS:
             values = (values.double() / 64).to(source)
         encoded = encode(values, [cast(target)])
-        assert bits_of(round_trip(values, [cast(target)])) == bits_of(values.to(target).to(source))
+        assert raw_of(round_trip(values, [cast(target)])) == raw_of(values.to(target).to(source))
         assert encoded.stored.shape == (20, 3)
         assert encoded.raw.nbytes == 60 * target.itemsize
         round_trip(values[:0], [cast(target)])

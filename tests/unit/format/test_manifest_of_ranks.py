@@ -48,7 +48,7 @@ def box(name: str, leaf: int, begin: tuple[int, ...], shape: tuple[int, ...], wh
     )
 
 
-class Rank:
+class RankShare:
     """What one rank contributes: one file with these blocks."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Rank:
         return encode_part(self.files, self.values, self.body, self.digests)
 
 
-def encoded(ranks: Sequence[Rank]) -> bytes:
+def encoded(ranks: Sequence[RankShare]) -> bytes:
     first, *others = ranks
     head = ManifestHead(
         step=7,
@@ -86,7 +86,7 @@ def encoded(ranks: Sequence[Rank]) -> bytes:
     return bytes(encode_manifest(head, first.body, first.digests, [item.part() for item in others]))
 
 
-def decoded(*ranks: Rank) -> None:
+def decoded(*ranks: RankShare) -> None:
     decode_manifest(encoded(ranks), manifest_name(7))
 
 
@@ -97,7 +97,7 @@ BIAS = box("b", 1, (0,), (3,), (3,))
 
 
 def test_parts_come_back() -> None:
-    raw = encoded([Rank(0, [LEFT]), Rank(1, [RIGHT, BIAS])])
+    raw = encoded([RankShare(0, [LEFT]), RankShare(1, [RIGHT, BIAS])])
     manifest = decode_manifest(raw, manifest_name(7))
     assert [part.rank for part in manifest.parts] == [0, 1]
     assert [part.values for part in manifest.parts] == [(0,), (1,)]
@@ -113,7 +113,7 @@ def test_parts_come_back() -> None:
 
 
 def test_a_rank_that_writes_nothing_but_has_a_file() -> None:
-    decoded(Rank(0, [LEFT, RIGHT, BIAS]), Rank(1, []))
+    decoded(RankShare(0, [LEFT, RIGHT, BIAS]), RankShare(1, []))
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,12 @@ def test_a_rank_that_writes_nothing_but_has_a_file() -> None:
 )
 def test_ranks_that_do_not_fit_together(first: list[BlockSpec], second: list[BlockSpec], said: str) -> None:
     with pytest.raises(CorruptError, match=said):
-        decoded(Rank(0, first), Rank(1, second))
+        decoded(RankShare(0, first), RankShare(1, second))
 
 
 def test_the_file_of_another_rank() -> None:
     with pytest.raises(CorruptError, match="a file of another rank"):
-        decoded(Rank(0, [LEFT, RIGHT]), Rank(1, [BIAS], file_rank=2))
+        decoded(RankShare(0, [LEFT, RIGHT]), RankShare(1, [BIAS], file_rank=2))
 
 
 def test_the_files_of_thousands_of_ranks_are_not_compared_with_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,5 +148,5 @@ def test_the_files_of_thousands_of_ranks_are_not_compared_with_every_rank(monkey
 
     monkeypatch.setattr("asyncckpt.format.head.FileFacts", Watched)
     for ranks_count in (20, 40):
-        decoded(Rank(0, [LEFT, RIGHT, BIAS]), *(Rank(rank, [], shard=1) for rank in range(1, ranks_count)))
+        decoded(RankShare(0, [LEFT, RIGHT, BIAS]), *(RankShare(rank, [], shard=1) for rank in range(1, ranks_count)))
     assert 0 < looks.count("rank") < 5 * (20 + 40)

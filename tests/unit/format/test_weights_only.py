@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 from typing import Any
 
 import pytest
 import torch
 
 from asyncckpt.format.weights_only import why_refused
-
-
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("evil",)
+from tests.worlds.objects import Evil
 
 
 @pytest.mark.parametrize(

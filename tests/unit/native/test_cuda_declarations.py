@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncckpt.native import cuda, declarations
+from tests.unit.native.headers import INCLUDE, check_arguments, functions_of, text_of
 
-HEADER = Path(__file__).parents[3] / "csrc" / "include" / "asyncckpt_cuda.h"
+HEADER = INCLUDE / "asyncckpt_cuda.h"
 VALUES = {
     "int32_t": ctypes.c_int32,
     "uint8_t": ctypes.c_uint8,
     "uint32_t": ctypes.c_uint32,
     "uint64_t": ctypes.c_uint64,
 }
-
-
-def header_text() -> str:
-    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
-
-
-def functions() -> list[tuple[str, str, list[str]]]:
-    found = re.findall(r"AC_API\s+([\w\s]+?[\s*]+)(ac_\w+)\(([^)]*)\)", header_text())
-    assert len(found) == header_text().count("AC_API ")
-    return [
-        (name, result.strip(), [] if arguments.strip() == "void" else arguments.split(","))
-        for result, name, arguments in found
-    ]
 
 
 def allowed(c_type: str) -> list[Any]:
@@ -45,21 +32,16 @@ def allowed(c_type: str) -> list[Any]:
 
 
 def test_same_functions() -> None:
-    assert sorted(name for name, _, _ in functions()) == sorted(cuda.CUDA_FUNCTIONS)
+    assert sorted(name for name, _, _ in functions_of(HEADER)) == sorted(cuda.CUDA_FUNCTIONS)
 
 
-@pytest.mark.parametrize(("name", "result", "arguments"), functions(), ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(("name", "result", "arguments"), functions_of(HEADER), ids=lambda value: str(value)[:24])
 def test_same_arguments(name: str, result: str, arguments: list[str]) -> None:
-    declared_result, declared_arguments = cuda.CUDA_FUNCTIONS[name]
-    assert declared_result in allowed(result)
-    assert len(declared_arguments) == len(arguments)
-    for declared, argument in zip(declared_arguments, arguments, strict=True):
-        c_type = re.sub(r"\w+$", "", argument.strip())
-        assert declared in allowed(c_type), f"{name}: {argument.strip()!r} is declared as {declared}"
+    check_arguments(cuda.CUDA_FUNCTIONS[name], result, arguments, allowed)
 
 
 def test_same_constants() -> None:
-    numbers = {name: int(value) for name, value in re.findall(r"(AC_\w+)(?: =)? (\d+)u?", header_text())}
+    numbers = {name: int(value) for name, value in re.findall(r"(AC_\w+)(?: =)? (\d+)u?", text_of(HEADER))}
     assert numbers["AC_CUDA_ABI_VERSION"] == cuda.CUDA_ABI_VERSION
     assert numbers["AC_DEVICE"] == cuda.DEVICE
 

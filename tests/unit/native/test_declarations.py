@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from asyncckpt.native import (
     declarations,
     library,
 )
+from tests.unit.native.headers import INCLUDE, check_arguments, functions_of, text_of
 
 
 class Segment(ctypes.Structure):
@@ -56,7 +56,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "ac_read_item": ReadItem,
     "ac_row_column": RowColumn,
 }
-HEADER = Path(__file__).parents[3] / "csrc" / "include" / "asyncckpt.h"
+HEADER = INCLUDE / "asyncckpt.h"
 VALUES = {
     "void": None,
     "char": ctypes.c_char,
@@ -70,10 +70,6 @@ VALUES = {
 }
 
 
-def header_text() -> str:
-    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
-
-
 def allowed(c_type: str) -> list[Any]:
     """The ctypes types that may stand for a C type: any pointer may travel as an address."""
     c_type = re.sub(r"\s*\*", "*", c_type.replace("const", "")).strip()
@@ -85,32 +81,18 @@ def allowed(c_type: str) -> list[Any]:
     return [ctypes.c_void_p, exact] + ([ctypes.c_char_p] if pointed == "char" else [])
 
 
-def functions() -> list[tuple[str, str, list[str]]]:
-    found = re.findall(r"AC_API\s+([\w\s]+?[\s*]+)(ac_\w+)\(([^)]*)\)", header_text())
-    assert len(found) == header_text().count("AC_API ") - header_text().count("define AC_API ")
-    return [
-        (name, result.strip(), [] if arguments.strip() == "void" else arguments.split(","))
-        for result, name, arguments in found
-    ]
-
-
 def structures() -> dict[str, list[tuple[str, str]]]:
-    found = re.findall(r"typedef struct (ac_\w+) \{(.*?)\}", header_text(), flags=re.DOTALL)
+    found = re.findall(r"typedef struct (ac_\w+) \{(.*?)\}", text_of(HEADER), flags=re.DOTALL)
     return {name: re.findall(r"([\w ]+?[ *]+)(\w+(?:\[\d+\])?);", body.replace("\n", " ")) for name, body in found}
 
 
 def test_same_functions() -> None:
-    assert sorted(name for name, _, _ in functions()) == sorted(declarations.FUNCTIONS)
+    assert sorted(name for name, _, _ in functions_of(HEADER)) == sorted(declarations.FUNCTIONS)
 
 
-@pytest.mark.parametrize(("name", "result", "arguments"), functions(), ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(("name", "result", "arguments"), functions_of(HEADER), ids=lambda value: str(value)[:24])
 def test_same_arguments(name: str, result: str, arguments: list[str]) -> None:
-    declared_result, declared_arguments = declarations.FUNCTIONS[name]
-    assert declared_result in allowed(result)
-    assert len(declared_arguments) == len(arguments)
-    for declared, argument in zip(declared_arguments, arguments, strict=True):
-        c_type = re.sub(r"\w+$", "", argument.strip())
-        assert declared in allowed(c_type), f"{name}: {argument.strip()!r} is declared as {declared}"
+    check_arguments(declarations.FUNCTIONS[name], result, arguments, allowed)
 
 
 def test_same_structures() -> None:
@@ -134,7 +116,7 @@ def test_arrays_have_the_layout_of_their_structures() -> None:
 
 
 def test_same_constants() -> None:
-    numbers = dict(re.findall(r"#define (AC_\w+) (.+)", header_text()))
+    numbers = dict(re.findall(r"#define (AC_\w+) (.+)", text_of(HEADER)))
     assert int(numbers["AC_ABI_VERSION"].strip("u ")) == declarations.ABI_VERSION
     assert int(numbers["AC_PAGE_BYTES"].strip("u ")) == PAGE_BYTES
     assert int(numbers["AC_DIGEST_BYTES"].strip("u ")) == DIGEST_BYTES
@@ -152,10 +134,10 @@ def test_same_statuses() -> None:
 def test_same_rules() -> None:
     assert values_of("ac_rule") == {f"AC_RULE_{rule.name}": rule.value for rule in Rule}
     assert values_of("ac_float") == {"AC_FLOAT32": FLOAT32, "AC_FLOAT16": FLOAT16, "AC_BFLOAT16": BFLOAT16}
-    numbers_max = int(re.findall(r"#define AC_RULE_NUMBERS (\d+)", header_text())[0])
+    numbers_max = int(re.findall(r"#define AC_RULE_NUMBERS (\d+)", text_of(HEADER))[0])
     assert numbers_max == library._RULE_NUMBERS == max(rule.numbers_count for rule in Rule)
 
 
 def values_of(enum: str) -> dict[str, int]:
-    [body] = re.findall(rf"typedef enum {enum} \{{(.*?)\}}", header_text(), flags=re.DOTALL)
+    [body] = re.findall(rf"typedef enum {enum} \{{(.*?)\}}", text_of(HEADER), flags=re.DOTALL)
     return {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)", body)}

@@ -19,7 +19,7 @@ IDS = st.lists(st.sampled_from(EXTREMES) | st.integers(0, 40) | st.integers(INT6
 ACTIONS = st.lists(st.tuples(st.sampled_from(["insert", "insert", "find", "remove", "clear"]), IDS), max_size=12)
 
 
-class Model:
+class IdMapModel:
     def __init__(self) -> None:
         self.row_of: dict[int, int] = {}
         self.free: list[int] = []
@@ -47,7 +47,7 @@ def array(ids: list[int]) -> I64:
     return np.array(ids, dtype=np.int64)
 
 
-def check(id_map: IdMap, model: Model) -> None:
+def check(id_map: IdMap, model: IdMapModel) -> None:
     assert len(id_map) == len(model.row_of)
     assert id_map.rows_end == model.rows_end
     ids = id_map.ids_by_row()
@@ -91,7 +91,7 @@ def test_marks_of_an_insert_are_checked_first(core: Core) -> None:
 @given(actions=ACTIONS)
 @settings(deadline=None, max_examples=150)
 def test_any_actions(core: Core, actions: list[tuple[str, list[int]]]) -> None:
-    id_map, model = core.id_map(0), Model()
+    id_map, model = core.id_map(0), IdMapModel()
     for name, ids in actions:
         if name == "insert":
             rows, new_rows = id_map.insert(array(ids))
@@ -102,7 +102,7 @@ def test_any_actions(core: Core, actions: list[tuple[str, list[int]]]) -> None:
             assert id_map.find(array(ids)).tolist() == [model.row_of.get(id, -1) for id in ids]
         else:
             id_map.clear()
-            model = Model()
+            model = IdMapModel()
         check(id_map, model)
 
 

@@ -24,7 +24,7 @@ class Growing:
         self.calls = list(state["calls"])
 
 
-class Counting(torch.nn.Linear):
+class CountingLinear(torch.nn.Linear):
     calls_count = 0
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ class Counting(torch.nn.Linear):
 
 def test_objects_are_asked_for_their_state_once() -> None:
     """The second answer may be another one, and for state that is spread over ranks the ranks have to meet."""
-    growing, module = Growing(), Counting(2, 3)
+    growing, module = Growing(), CountingLinear(2, 3)
     state = {"array": np.zeros(2), "sampler": growing, "model": module}
     targets = dense_targets(state, tables=iter(()))
     assert growing.calls == [0]

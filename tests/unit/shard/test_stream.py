@@ -12,6 +12,7 @@ import asyncckpt
 from asyncckpt.adapters import FixedTable
 from asyncckpt.shard import stream
 from tests.simulated_device import SimulatedRuntime
+from tests.worlds.saves import save_one
 
 CHUNK_BYTES = 16 << 10
 
@@ -44,10 +45,7 @@ def test_every_byte_comes_over(tmp_path: Path, seed: int, kernels: Any) -> None:
     with runtime.installed():
         state = state_on(runtime, seed)
         column = runtime.new_tensor((500, 30), torch.float32, values=torch.arange(15000.0))
-        with asyncckpt.Saver(
-            path=tmp_path, hashtables={"rows": FixedTable("rows", lambda: {"embedding": column})}, tensors=state
-        ) as saver:
-            saver.save(1)
+        save_one(tmp_path, hashtables={"rows": FixedTable("rows", lambda: {"embedding": column})}, tensors=state)
         expected = {name: runtime.read(tensor) for name, tensor in state.items()}
     targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     rows = torch.zeros(500, 30)
@@ -86,7 +84,6 @@ def test_what_was_copied_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         state = state_on(runtime, 6)
         column = runtime.new_tensor((500, 30), torch.float32, values=torch.arange(15000.0))
         table = FixedTable("rows", lambda: {"embedding": column})
-        with asyncckpt.Saver(path=tmp_path, hashtables={"rows": table}, tensors=state) as saver:
-            saver.save(1)
+        save_one(tmp_path, hashtables={"rows": table}, tensors=state)
     assert len(held) > 10
     assert max(held) < CHUNK_BYTES

@@ -11,6 +11,7 @@ import torch
 from asyncckpt.model.source import as_bytes
 from asyncckpt.snapshot.block_data import tensor_source
 from asyncckpt.trainer_state.plain import to_plain
+from tests.worlds.bits import raw_of
 
 ODD = {
     "plain": torch.arange(7, dtype=torch.int32),
@@ -29,14 +30,9 @@ ODD = {
 }
 
 
-def expected(tensor: torch.Tensor) -> bytes:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return copy.numpy().tobytes()
-
-
 @pytest.mark.parametrize("name", ODD)
 def test_every_range_of_bytes(name: str) -> None:
-    tensor, whole = ODD[name], expected(ODD[name])
+    tensor, whole = ODD[name], raw_of(ODD[name])
     for begin, end in itertools.combinations(range(len(whole) + 1), 2):
         source = tensor_source(tensor, "x")
         found = b"".join(ctypes.string_at(int(at), int(size)) for at, size in source.pieces(begin, end))
@@ -47,5 +43,5 @@ def test_every_range_of_bytes(name: str) -> None:
 @pytest.mark.parametrize("name", ODD)
 def test_bytes_of_what_torch_calls_contiguous(name: str) -> None:
     tensor = ODD[name].resolve_conj().resolve_neg().contiguous()
-    assert as_bytes(tensor).tobytes() == expected(tensor)
-    assert to_plain(tensor)["tensor"][2] == expected(tensor)
+    assert as_bytes(tensor).tobytes() == raw_of(tensor)
+    assert to_plain(tensor)["tensor"][2] == raw_of(tensor)

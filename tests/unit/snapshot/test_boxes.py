@@ -28,6 +28,7 @@ from asyncckpt.plan.load_plan import DenseLoad, LoadPlan
 from asyncckpt.plan.load_targets import InPlace, overlap
 from asyncckpt.snapshot import boxes, windows
 from asyncckpt.snapshot.restore import OpenLoads, restore, uploads_of_load
+from tests.worlds.bits import raw_of, taken
 
 Box = tuple[tuple[int, int], ...]
 
@@ -115,12 +116,6 @@ def some_values(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) 
     return ((raw % 2).bool() if dtype is torch.bool else raw.view(dtype)).reshape(shape)
 
 
-def raw_of(tensor: torch.Tensor) -> bytes:
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    whole.copy_(tensor)
-    return whole.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def spec_of(tensor: torch.Tensor, box: Box, whole: tuple[int, ...]) -> BlockSpec:
     stored, shape = stored_dtype(tensor.dtype, owner="w"), tuple(tensor.shape)
     begins = tuple(low for low, _ in box)
@@ -137,10 +132,6 @@ def spec_of(tensor: torch.Tensor, box: Box, whole: tuple[int, ...]) -> BlockSpec
         whole_shape=whole,
         column_begins=begins[1:] if any(begins[1:]) else (),
     )
-
-
-def taken(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    return whole[tuple(slice(low, high) for low, high in box)]
 
 
 def room_for(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -309,20 +300,23 @@ def test_memory_stays_small_where_one_row_is_larger_than_a_window(monkeypatch: p
     assert max(size for _, _, size in reader.reads) <= 1000
 
 
-@pytest.mark.parametrize("begin", [(0, 0), (1, 2)])
-def test_encoded_blocks(begin: tuple[int, int]) -> None:
-    whole = torch.zeros(30, 40).index_fill_(0, torch.tensor([3, 7]), 2.0)
-    found = encode(whole, ({"kind": "zstd", "level": 1},))
-    spec = spec_of(whole, ((0, 30), (0, 40)), (30, 40))
-    encoded = replace(
-        spec,
+def encoded_block(whole: torch.Tensor, steps: Any) -> tuple[BlockSpec, bytes]:
+    found = encode(whole, steps)
+    spec = replace(
+        spec_of(whole, tuple((0, size) for size in whole.shape), tuple(whole.shape)),
         stored_dtype=found.stored.dtype,
         stored_itemsize=found.stored.itemsize,
         stored_shape=found.stored.shape,
         encoding=found.steps,
     )
+    return spec, found.raw.tobytes()
+
+
+@pytest.mark.parametrize("begin", [(0, 0), (1, 2)])
+def test_encoded_blocks(begin: tuple[int, int]) -> None:
+    whole = torch.zeros(30, 40).index_fill_(0, torch.tensor([3, 7]), 2.0)
     reader = MemoryReader(verify=False)
-    reader.put(encoded, found.raw.tobytes())
+    reader.put(*encoded_block(whole, ({"kind": "zstd", "level": 1},)))
     target = torch.full((25, 30), -1.0)
     load_into([Piece(target, begin)], whole, reader)
     assert torch.equal(target, whole[begin[0] : begin[0] + 25, begin[1] : begin[1] + 30])

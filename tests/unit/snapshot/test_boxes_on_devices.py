@@ -13,12 +13,12 @@ import torch
 import asyncckpt
 from asyncckpt.devices import library_kernels, uploads
 from asyncckpt.errors import CorruptError, DeviceError, SaveCancelledError
-from asyncckpt.format.encodings import encode
 from asyncckpt.model.sharded import Piece
 from asyncckpt.snapshot import windows
 from tests.simulated_device import SimulatedRuntime
 from tests.unit.snapshot import test_boxes as of_boxes
-from tests.unit.snapshot.test_boxes import Box, MemoryReader, load_into, raw_of, some_values, spec_of, taken
+from tests.unit.snapshot.test_boxes import Box, MemoryReader, encoded_block, load_into, raw_of, some_values, spec_of
+from tests.worlds.bits import taken
 
 pytestmark = pytest.mark.any_core  # What is read is the same as on the host, and so is how.
 
@@ -100,20 +100,11 @@ def test_pieces_on_the_host_and_on_devices(monkeypatch: pytest.MonkeyPatch) -> N
 def test_encoded_blocks(steps: Any, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "WINDOW_BYTES", 64)
     whole = torch.zeros(30, 40).index_fill_(0, torch.tensor([3, 7]), 2.0)
-    found = encode(whole, steps)
-    spec = spec_of(whole, ((0, 30), (0, 40)), (30, 40))
-    encoded = replace(
-        spec,
-        stored_dtype=found.stored.dtype,
-        stored_itemsize=found.stored.itemsize,
-        stored_shape=found.stored.shape,
-        encoding=found.steps,
-    )
     runtime = SimulatedRuntime(seed=9, kernels=kernels)
     with runtime.installed():
         for begin, shape in (((0, 0), (30, 40)), ((1, 2), (25, 30))):
             reader = MemoryReader(verify=True)
-            reader.put(encoded, found.raw.tobytes())
+            reader.put(*encoded_block(whole, steps))
             target = runtime.new_tensor(shape, torch.float32)
             load_into([Piece(target, begin)], whole, reader)
             loaded = runtime.read(target)

@@ -17,6 +17,7 @@ from asyncckpt.devices import library_kernels, uploads
 from asyncckpt.errors import CorruptError, DeviceError, UsageError
 from asyncckpt.snapshot import windows
 from tests.simulated_device import SimulatedRuntime
+from tests.worlds.saves import save_one
 
 pytestmark = pytest.mark.any_core  # What is read is the same as on the host, and so is how.
 
@@ -105,8 +106,7 @@ def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
 )
 def test_state_and_table_into_devices(tmp_path: Path, seed: int, kernels: Any, verify: Any) -> None:
     state, columns = dense_state(seed), columns_of(seed)
-    with asyncckpt.Saver(path=tmp_path, hashtables={"rows": table_of(columns)}, tensors=state) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"rows": table_of(columns)}, tensors=state)
     runtime = SimulatedRuntime(2, seed=seed, kernels=kernels)
     with runtime.installed():
         targets, own = dense_targets(runtime, state), columns_on(runtime, device=1)
@@ -120,8 +120,7 @@ def test_state_and_table_into_devices(tmp_path: Path, seed: int, kernels: Any, v
 @pytest.mark.parametrize("seed", range(4))
 def test_load_async_follows_the_streams_of_its_caller(tmp_path: Path, seed: int) -> None:
     state, columns = dense_state(seed), columns_of(seed)
-    with asyncckpt.Saver(path=tmp_path, hashtables={"rows": table_of(columns)}, tensors=state) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"rows": table_of(columns)}, tensors=state)
     runtime = SimulatedRuntime(2, seed=seed)
     runtime.schedule.pace = (0.0, 0.4)[seed % 2]
     with runtime.installed():
@@ -144,8 +143,7 @@ def test_load_async_follows_the_streams_of_its_caller(tmp_path: Path, seed: int)
 def test_a_part_of_the_rows(tmp_path: Path, kernels: Any, verify: bool) -> None:
     """As a rank does that holds other rows than the one that saved."""
     columns = columns_of(8)
-    with asyncckpt.Saver(path=tmp_path, hashtables={"rows": table_of(columns)}) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"rows": table_of(columns)})
     runtime = SimulatedRuntime(seed=8, kernels=kernels)
     with runtime.installed():
         own = columns_on(runtime, rows=140)
@@ -185,8 +183,7 @@ def test_encoded_tensors_and_columns(tmp_path: Path, kernels: Any) -> None:
     state, columns = dense_state(10), columns_of(10)
     columns["embedding"] = torch.randint(-8, 8, (ROWS, DIM)).float()
     kinds = [filters.cast("rows@embedding", torch.bfloat16), filters.compress("zstd", level=1)]
-    with asyncckpt.Saver(path=tmp_path, hashtables={"rows": table_of(columns)}, tensors=state, filters=kinds) as saver:
-        saver.save(1)
+    save_one(tmp_path, hashtables={"rows": table_of(columns)}, tensors=state, filters=kinds)
     runtime = SimulatedRuntime(seed=10, kernels=kernels)
     with runtime.installed():
         targets, own = dense_targets(runtime, state), columns_on(runtime)
@@ -217,10 +214,7 @@ class CountedTable(FixedTable):
 
 
 def saved_for_failures(path: Path) -> None:
-    with asyncckpt.Saver(
-        path=path, hashtables={"rows": table_of(columns_of(11))}, tensors=dense_state(11), parallel=1
-    ) as saver:
-        saver.save(1)
+    save_one(path, hashtables={"rows": table_of(columns_of(11))}, tensors=dense_state(11), parallel=1)
 
 
 @pytest.mark.parametrize("seed", range(3))

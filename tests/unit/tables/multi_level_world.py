@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import strategies as st
 
-from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CacheCopy, DeferredCut
 from asyncckpt.tables import HashTable, MultiLevelTable, Slot, Uniform
+from tests.worlds.rows import batch
+from tests.worlds.table_beside_dict import TableBesideDict
 
 DIM = 3
 INITIALIZER = Uniform(0.5, seed=7)
@@ -56,21 +56,16 @@ def new_hash_table(**options: Any) -> HashTable:
     return HashTable("user", DIM, **{**ARGUMENTS, **options})
 
 
-def batch(ids: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int64)
-
-
 def first_row(id: int) -> Row:
     embedding = INITIALIZER.rows(np.array([id], dtype=np.int64), dim=DIM)[0]
     return tuple(embedding.tolist()), SUM_FILL, (0, 0, 0), 0
 
 
-class World:
+class LevelsBesideDict(TableBesideDict):
     """The table and the dict; `rows` is what the table must hold."""
 
     def __init__(self, **options: Any) -> None:
-        self.table = new_table(**options)
-        self.rows: Rows = {}
+        super().__init__(new_table(**options))
         self.step = 0
 
     def apply(self, op: Op) -> None:
@@ -113,27 +108,8 @@ class World:
             _, _, flags, seen = self.rows.get(id, first_row(id))
             self.rows[id] = (value,) * DIM, -value, flags, seen
 
-    def find(self, ids: Sequence[int]) -> None:
-        found = self.table.lookup(batch(ids), insert=False)
-        assert [row >= 0 for row in found.tolist()] == [id in self.rows for id in ids]
-
     def prefetch(self, ids: Sequence[int]) -> None:
         assert self.table.prefetch(batch(ids)) <= len(set(ids) & set(self.rows))
-
-    def remove(self, ids: Sequence[int]) -> None:
-        assert self.table.remove(batch(ids)) == len(set(ids) & set(self.rows))
-        for id in ids:
-            self.rows.pop(id, None)
-
-    def evict(self, below: int) -> None:
-        gone = [id for id, row in self.rows.items() if row[3] < below]
-        if gone and len(gone) == len(self.rows) and all(self.rows[id][3] == 0 for id in gone):
-            with pytest.raises(UsageError, match="would remove all ids, by a column nobody has written"):
-                self.table.evict("last_seen", below=below)
-            return
-        assert self.table.evict("last_seen", below=below) == len(gone)
-        for id in gone:
-            del self.rows[id]
 
     def check(self) -> None:
         """The table holds what the dict does, and its cache is sound."""
@@ -164,7 +140,7 @@ def rows_of(ids: torch.Tensor, values: dict[str, torch.Tensor]) -> Rows:
 class Saving:
     """An open cut of a table, exported into memory of its own. `expected` is what the cut must come out as."""
 
-    def __init__(self, world: World, *, window_rows: int) -> None:
+    def __init__(self, world: LevelsBesideDict, *, window_rows: int) -> None:
         self.expected = dict(world.rows)
         self.cut: DeferredCut = world.table.begin_cut()
         self.window_rows = window_rows

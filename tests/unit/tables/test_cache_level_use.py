@@ -63,15 +63,19 @@ def test_awaited_rows_go_only_when_asked_for() -> None:
     assert use.victims(ROWS, used=full(), awaited_too=True).size == ROWS
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_queued_rows_that_were_used_since_are_passed_over(policy: str) -> None:
-    rows = 80
+def queued(policy: str, rows: int = 80) -> tuple[CacheUse, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Rows that were used one after the other: the first one has gone, and those next to it are queued."""
     use, used = CacheUse(rows, policy=policy), np.arange(rows, dtype=np.int64)
     for row in range(rows):
         use.begin_lookup()
         use.touch(np.array([row], dtype=np.int64))
     assert use.victims(1, used=used, awaited_too=False).tolist() == [0]
-    # Rows 1 to 9 are queued.
+    return use, used
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_queued_rows_that_were_used_since_are_passed_over(policy: str) -> None:
+    use, used = queued(policy)
     use.touch(np.array([1, 2], dtype=np.int64))
     used[[0, 3]] = -1
     assert use.victims(2, used=used, awaited_too=False).tolist() == [4, 5]
@@ -89,12 +93,7 @@ def test_rows_that_nobody_came_for_go() -> None:
 
 
 def test_queued_rows_that_are_awaited_since_are_passed_over() -> None:
-    rows = 80
-    use, used = CacheUse(rows, policy="lru"), np.arange(rows, dtype=np.int64)
-    for row in range(rows):
-        use.begin_lookup()
-        use.touch(np.array([row], dtype=np.int64))
-    assert use.victims(1, used=used, awaited_too=False).tolist() == [0]
+    use, used = queued("lru")
     used[0] = -1
     use.await_rows(np.array([1, 3], dtype=np.int64))
     assert use.victims(2, used=used, awaited_too=False).tolist() == [2, 4]

@@ -16,7 +16,8 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role, Table
 from asyncckpt.tables import HashEmbedding, HashEmbeddingBag, MultiLevelTable, SparseSGD
 from asyncckpt.tables.candidates import CandidateTable
-from tests.unit.tables.multi_level_world import BATCHES, DIM, batch, new_hash_table, new_table
+from tests.unit.tables.multi_level_world import BATCHES, DIM, new_hash_table, new_table
+from tests.worlds.rows import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
 

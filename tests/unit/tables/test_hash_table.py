@@ -17,6 +17,8 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
 from asyncckpt.tables import HashTable, Slot, Uniform
 from asyncckpt.tables.row_device import RowDevice
+from tests.worlds.rows import batch
+from tests.worlds.table_beside_dict import TableBesideDict
 
 DIM = 3
 INITIALIZER = Uniform(0.5, seed=7)
@@ -36,10 +38,6 @@ def new_table(**options: Any) -> HashTable:
     )
 
 
-def batch(ids: list[int]) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int64)
-
-
 def first_row(id: int) -> list[float]:
     row: list[float] = INITIALIZER.rows(np.array([id], dtype=np.int64), dim=DIM)[0].tolist()
     return row
@@ -52,6 +50,7 @@ class DictModel(RuleBasedStateMachine):
         super().__init__()
         self.table = new_table()
         self.model: dict[int, tuple[list[float], float, int]] = {}
+        self.both = TableBesideDict(self.table, self.model)
         self.writes_count = 0
 
     def expect_present(self, ids: list[int]) -> None:
@@ -68,8 +67,7 @@ class DictModel(RuleBasedStateMachine):
 
     @rule(ids=BATCHES)
     def lookup_finds(self, ids: list[int]) -> None:
-        rows = self.table.lookup(batch(ids), insert=False)
-        assert [row >= 0 for row in rows.tolist()] == [id in self.model for id in ids]
+        self.both.find(ids)
 
     @rule(ids=BATCHES, with_sum=st.booleans())
     def insert(self, ids: list[int], with_sum: bool) -> None:
@@ -91,14 +89,11 @@ class DictModel(RuleBasedStateMachine):
 
     @rule(ids=BATCHES)
     def remove(self, ids: list[int]) -> None:
-        assert self.table.remove(batch(ids)) == len(set(ids) & set(self.model))
-        for id in ids:
-            self.model.pop(id, None)
+        self.both.remove(ids)
 
     @rule()
     def clear(self) -> None:
-        self.table.clear()
-        self.model.clear()
+        self.both.clear()
 
     @invariant()
     def same_rows(self) -> None:

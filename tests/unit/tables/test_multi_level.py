@@ -22,16 +22,8 @@ from asyncckpt.tables import (
     SparseSGD,
     Uniform,
 )
-from tests.unit.tables.multi_level_world import (
-    CACHE_ROWS,
-    DIM,
-    OPS,
-    POLICIES,
-    World,
-    batch,
-    first_row,
-    new_table,
-)
+from tests.unit.tables.multi_level_world import CACHE_ROWS, DIM, OPS, POLICIES, LevelsBesideDict, first_row, new_table
+from tests.worlds.rows import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
 
@@ -39,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
 @settings(max_examples=150, deadline=None)
 @given(cache_rows=CACHE_ROWS, policy=POLICIES, ops=st.lists(OPS, max_size=25))
 def test_any_use_equals_the_dict(cache_rows: int, policy: str, ops: list[Any]) -> None:
-    world = World(cache_rows=cache_rows, policy=policy)
+    world = LevelsBesideDict(cache_rows=cache_rows, policy=policy)
     for op in ops:
         world.apply(op)
         world.check()
@@ -123,7 +115,7 @@ def test_absent_ids_are_minus_one_without_insert() -> None:
 
 
 def test_removed_rows_begin_anew() -> None:
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     world.train([1, 2])
     world.train([3])
     world.remove([1, 3, 99])
@@ -136,7 +128,7 @@ SUM_AFTER_ONE_STEP = 1.25
 
 
 def test_evict_goes_by_the_newest_number() -> None:
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     for ids in ([1, 2], [3, 4], [1, 5]):
         world.train(ids)
     # The host rows of 1 and 5 still say 1 and 0.
@@ -146,7 +138,7 @@ def test_evict_goes_by_the_newest_number() -> None:
 
 
 def test_clear_forgets_all() -> None:
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     world.train([1, 2, 3])
     world.table.clear()
     world.rows.clear()
@@ -156,7 +148,7 @@ def test_clear_forgets_all() -> None:
 
 
 def test_reserve_and_growth_keep_rows() -> None:
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     world.train([1, 2])
     world.table.reserve(100)
     assert world.table.capacity == 100
@@ -248,7 +240,7 @@ def test_failed_initializer_leaves_no_id_behind() -> None:
 
 @pytest.mark.parametrize("clear", [True, False])
 def test_load_fills_the_host_level(clear: bool) -> None:
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     world.train([1, 2, 3])
     load = world.table.begin_load(clear=clear, rows_count=50, filled=["embedding"])
     rows = load.insert(batch([3, 9]))
@@ -262,7 +254,7 @@ def test_load_fills_the_host_level(clear: bool) -> None:
 
 
 def test_failed_load_leaves_the_table_empty() -> None:
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     world.train([1, 2, 3])
     load = world.table.begin_load(clear=False, rows_count=1)
     load.insert(batch([9]))
@@ -274,7 +266,7 @@ def test_failed_load_leaves_the_table_empty() -> None:
 
 
 def test_threads_share_a_table() -> None:
-    world = World(cache_rows=50)
+    world = LevelsBesideDict(cache_rows=50)
 
     def work(seed: int) -> None:
         random = np.random.default_rng(seed)

@@ -15,15 +15,8 @@ from hypothesis import strategies as st
 from asyncckpt.tables import MultiLevelTable, multi_level
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.row_device import RowDevice
-from tests.unit.tables.multi_level_world import (
-    BATCHES,
-    CACHE_ROWS,
-    POLICIES,
-    World,
-    batch,
-    contents,
-    new_table,
-)
+from tests.unit.tables.multi_level_world import BATCHES, CACHE_ROWS, POLICIES, LevelsBesideDict, contents, new_table
+from tests.worlds.rows import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
 
@@ -36,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
     batches=st.lists(BATCHES, min_size=4, max_size=16),
 )
 def test_prefetch_of_any_depth_changes_nothing(cache_rows: int, policy: str, depth: int, batches: list[Any]) -> None:
-    world = World(cache_rows=cache_rows, policy=policy)
+    world = LevelsBesideDict(cache_rows=cache_rows, policy=policy)
     for step, ids in enumerate(batches):
         for coming in batches[step + 1 : step + 1 + depth]:
             world.prefetch(coming)
@@ -49,7 +42,7 @@ def test_a_cache_without_addresses_does_the_same(monkeypatch: pytest.MonkeyPatch
     """The way of devices other than CUDA's: rows are gathered, brought over and scattered by torch."""
     monkeypatch.setattr(multi_level, "row_device", _Elsewhere)
     random = np.random.default_rng(seed)
-    world = World(cache_rows=int(random.integers(1, 8)))
+    world = LevelsBesideDict(cache_rows=int(random.integers(1, 8)))
     for _ in range(20):
         world.train(random.integers(0, 30, size=6).tolist())
         world.prefetch(random.integers(0, 30, size=6).tolist())
@@ -67,7 +60,7 @@ def test_a_device_without_memory_leaves_the_table_as_it_was(monkeypatch: pytest.
     def no_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     for ids in ([1, 2], [3, 4]):
         world.train(ids)
     with monkeypatch.context() as patch:
@@ -80,7 +73,7 @@ def test_a_device_without_memory_leaves_the_table_as_it_was(monkeypatch: pytest.
 
 
 def test_rows_that_leave_the_cache_come_back_as_they_went() -> None:
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     for ids in ([1, 2], [3, 4], [5], [1, 2]):
         world.train(ids)
     world.check()
@@ -93,7 +86,7 @@ def test_rows_that_leave_the_cache_come_back_as_they_went() -> None:
 
 
 def test_cache_grows_for_a_large_batch_and_warns_once() -> None:
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     with pytest.warns(RuntimeWarning, match=r"cache of table 'user' grew from 2 to 5 rows: a batch has more") as caught:
         world.train([1, 2, 3, 1, 4, 5])
     assert caught[0].filename.endswith("multi_level_world.py")
@@ -105,7 +98,7 @@ def test_cache_grows_for_a_large_batch_and_warns_once() -> None:
 
 
 def test_a_batch_that_just_fits_does_not_grow_the_cache() -> None:
-    world = World(cache_rows=3)
+    world = LevelsBesideDict(cache_rows=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         world.train([1, 1, 2, 2])
@@ -180,7 +173,7 @@ def test_prefetch_never_moves_rows_of_the_latest_lookup() -> None:
 
 
 def test_lookup_takes_rows_that_are_waited_for_when_nothing_else_may_go() -> None:
-    world = World(cache_rows=2)
+    world = LevelsBesideDict(cache_rows=2)
     for ids in ([1, 2], [3, 4], []):
         world.train(ids)
     world.prefetch([1, 2])
@@ -205,7 +198,7 @@ def test_a_batch_that_was_prefetched_and_skipped_gives_its_room_back(skipped: ra
 
 
 def test_prefetch_on_another_thread_beside_training() -> None:
-    world, stop = World(cache_rows=6), threading.Event()
+    world, stop = LevelsBesideDict(cache_rows=6), threading.Event()
     random = np.random.default_rng(3)
     batches = [random.integers(0, 40, size=5).tolist() for _ in range(200)]
 

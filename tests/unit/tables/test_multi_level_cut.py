@@ -17,17 +17,8 @@ from asyncckpt.model.table import CacheCopy
 from asyncckpt.tables import multi_level_cut, undo_log
 from asyncckpt.tables.multi_level import MultiLevelTable
 from asyncckpt.tables.undo_log import UndoLog
-from tests.unit.tables.multi_level_world import (
-    CACHE_ROWS,
-    OPS,
-    POLICIES,
-    Op,
-    Rows,
-    Saving,
-    World,
-    batch,
-    rows_of,
-)
+from tests.unit.tables.multi_level_world import CACHE_ROWS, OPS, POLICIES, LevelsBesideDict, Op, Rows, Saving, rows_of
+from tests.worlds.rows import batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
 
@@ -39,7 +30,7 @@ EXPORT = "export"
 
 
 def test_a_log_that_cannot_be_ended_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(cache_rows=4, capacity=ROOM)
+    world = LevelsBesideDict(cache_rows=4, capacity=ROOM)
     world.train([1, 2])
     cut, watchers = Saving(world, window_rows=4).cut, world.table._store.watchers
 
@@ -68,7 +59,7 @@ def test_a_log_that_cannot_be_ended_is_dropped(monkeypatch: pytest.MonkeyPatch) 
 def test_windows_are_those_of_the_cut(
     cache_rows: int, policy: str, before: list[Op], window_rows: int, after: list[Any]
 ) -> None:
-    world = World(cache_rows=cache_rows, policy=policy, capacity=ROOM)
+    world = LevelsBesideDict(cache_rows=cache_rows, policy=policy, capacity=ROOM)
     for op in before:
         world.apply(op)
     saving = Saving(world, window_rows=window_rows)
@@ -85,7 +76,7 @@ def test_windows_are_those_of_the_cut(
 class changes_while_reading:
     """Applies ops between the columns that an export reads from the live storage."""
 
-    def __init__(self, world: World, ops: list[tuple[int, Op]]) -> None:
+    def __init__(self, world: LevelsBesideDict, ops: list[tuple[int, Op]]) -> None:
         self._world, self._ops = world, ops
         self._patch = pytest.MonkeyPatch()
 
@@ -120,7 +111,7 @@ def random_ops(random: np.random.Generator, count: int, *, ids_count: int) -> li
 def run_in_one_thread(seed: int) -> tuple[Rows, Rows]:
     """Return (what came out, what the table held at the cut) of a run that the seed decides."""
     random = np.random.default_rng(seed)
-    world = World(cache_rows=int(random.integers(1, 12)), capacity=ROOM)
+    world = LevelsBesideDict(cache_rows=int(random.integers(1, 12)), capacity=ROOM)
     for op in random_ops(random, 10, ids_count=20):
         world.apply(op)
     saving = Saving(world, window_rows=int(random.integers(1, 9)))
@@ -184,7 +175,7 @@ class Exporter:
 def test_export_on_a_thread_while_training_goes_on(seed: int) -> None:
     """Growth waits for the exporter and goes on; a small log makes changes wait for it too."""
     random = np.random.default_rng(seed)
-    world = World(
+    world = LevelsBesideDict(
         cache_rows=int(random.integers(1, 30)),
         policy=str(random.choice(["lru", "lfu"])),
         capacity=8,
@@ -205,7 +196,7 @@ def test_export_on_a_thread_while_training_goes_on(seed: int) -> None:
 def test_cuts_open_at_once(seed: int) -> None:
     """A queued save cuts the table while the one before is still exported."""
     random = np.random.default_rng(seed)
-    world = World(cache_rows=4, capacity=ROOM)
+    world = LevelsBesideDict(cache_rows=4, capacity=ROOM)
     savings: list[Saving] = []
     for _ in range(3):
         for op in random_ops(random, 8, ids_count=20):
@@ -232,7 +223,7 @@ def state_of(table: MultiLevelTable) -> dict[str, Any]:
 
 
 def test_cut_leaves_the_table_as_it_is() -> None:
-    world = World(cache_rows=3, capacity=ROOM)
+    world = LevelsBesideDict(cache_rows=3, capacity=ROOM)
     for ids in ([1, 2, 3], [4, 5], [1, 6]):
         world.train(ids)
     world.remove([2])
@@ -247,7 +238,7 @@ def test_cut_leaves_the_table_as_it_is() -> None:
 def test_training_with_cuts_equals_training_without() -> None:
     tables = []
     for with_cuts in (False, True):
-        random, world = np.random.default_rng(1), World(cache_rows=5, capacity=4)
+        random, world = np.random.default_rng(1), LevelsBesideDict(cache_rows=5, capacity=4)
         exporter = None
         for number, op in enumerate(random_ops(random, 60, ids_count=50)):
             world.apply(op)
@@ -269,7 +260,7 @@ def test_training_with_cuts_equals_training_without() -> None:
 
 
 def test_a_row_in_the_cache_at_the_cut_needs_no_old_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(cache_rows=3, capacity=ROOM)
+    world = LevelsBesideDict(cache_rows=3, capacity=ROOM)
     world.train([1, 2, 3])
     saving = Saving(world, window_rows=8)
     monkeypatch.setattr(UndoLog, "_keep", lambda *_: pytest.fail("a cached row was kept"))
@@ -279,9 +270,9 @@ def test_a_row_in_the_cache_at_the_cut_needs_no_old_value(monkeypatch: pytest.Mo
     assert saving.end() == saving.expected
 
 
-def uncached_rows(count: int, **options: Any) -> World:
+def uncached_rows(count: int, **options: Any) -> LevelsBesideDict:
     """A world with ids 0 to count - 1 in the host level, and one other in the cache."""
-    world = World(cache_rows=1, **{"capacity": ROOM, **options})
+    world = LevelsBesideDict(cache_rows=1, **{"capacity": ROOM, **options})
     world.write(range(count))
     world.train([-1])
     return world
@@ -497,7 +488,7 @@ def test_cut_that_does_not_stay_open() -> None:
 
 
 def test_cut_of_an_empty_table() -> None:
-    world = World(cache_rows=2, capacity=ROOM)
+    world = LevelsBesideDict(cache_rows=2, capacity=ROOM)
     saving = Saving(world, window_rows=4)
     assert saving.left == []
     world.train([1, 2, 3])

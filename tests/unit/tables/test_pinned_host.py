@@ -20,8 +20,9 @@ from tests.cuda_on_cpu import cuda_on_cpu, cuda_on_cpu_controls
 from tests.simulated_device.library import PlainLibrary
 from tests.simulated_device.memory import is_mapped
 from tests.unit.tables.fake_cuda import FakeCuda, FakeStream
-from tests.unit.tables.multi_level_world import World, batch, new_table
+from tests.unit.tables.multi_level_world import LevelsBesideDict, new_table
 from tests.unit.tables.simulated_rows import SimulatedRows, tables_on_a_device
+from tests.worlds.rows import batch
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")]
 
@@ -57,7 +58,7 @@ def grow_while_the_device_reads(monkeypatch: pytest.MonkeyPatch, *, seed: int) -
     """The device comes as late as it can, so most gathers have not run when their columns are outgrown."""
     with tables_on_a_device(monkeypatch, seed=seed, pin_host_memory=True) as place:
         place.runtime.schedule.pace = 0.0
-        world = World(cache_rows=3, pin_host_memory=True)
+        world = LevelsBesideDict(cache_rows=3, pin_host_memory=True)
         for first in range(0, 24, 3):
             world.train([first, first + 1])
             world.train([first // 2])  # Comes from the host again.
@@ -78,7 +79,7 @@ def test_memory_that_goes_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_who_holds_an_outgrown_column_may_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with tables_on_a_device(monkeypatch, seed=2, pin_host_memory=True) as place:
-        world = World(cache_rows=2, pin_host_memory=True)
+        world = LevelsBesideDict(cache_rows=2, pin_host_memory=True)
         world.train([1, 2])
         world.train([3, 4])
         world.find([1])
@@ -94,7 +95,7 @@ def test_who_holds_an_outgrown_column_may_read_it(monkeypatch: pytest.MonkeyPatc
 
 def test_a_table_that_cannot_grow_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     with tables_on_a_device(monkeypatch, seed=3, pin_host_memory=True) as place:
-        world = World(cache_rows=4, pin_host_memory=True)
+        world = LevelsBesideDict(cache_rows=4, pin_host_memory=True)
         world.train([1, 2])
         place.runtime.refuses_to_pin = True
         with pytest.raises(DeviceError, match="could not be pinned"):

@@ -16,8 +16,9 @@ from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.row_device import CudaRowDevice, RowDevice
 from asyncckpt.tables.row_store import RowStore
 from tests.unit.tables.fake_cuda import FakeCuda, FakeStream
-from tests.unit.tables.multi_level_world import World, batch, new_table
+from tests.unit.tables.multi_level_world import LevelsBesideDict, new_table
 from tests.unit.tables.simulated_rows import SimulatedRows, tables_on_a_device
+from tests.worlds.rows import batch
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")]
 
@@ -36,7 +37,7 @@ def some_use(random: np.random.Generator) -> tuple[str, Any]:
 def test_any_use_of_levels_equals_the_dict(monkeypatch: pytest.MonkeyPatch, seed: int, pin_host_memory: bool) -> None:
     with tables_on_a_device(monkeypatch, seed=seed, pin_host_memory=pin_host_memory):
         random = np.random.default_rng(seed)
-        world = World(cache_rows=int(random.integers(1, 10)), pin_host_memory=pin_host_memory)
+        world = LevelsBesideDict(cache_rows=int(random.integers(1, 10)), pin_host_memory=pin_host_memory)
         for _ in range(25):
             world.apply(some_use(random))
             if random.random() < 0.2:  # Rarely, since it waits for all that is on its way.
@@ -145,7 +146,7 @@ def test_a_lookup_waits_for_what_the_one_before_evicted(monkeypatch: pytest.Monk
 
 def test_a_failure_to_land_keeps_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     with tables_on_a_device(monkeypatch, seed=3):
-        world = World(cache_rows=2)
+        world = LevelsBesideDict(cache_rows=2)
         world.train([1, 2])
         world.train([3, 4])
         world.find([1, 2])

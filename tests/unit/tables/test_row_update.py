@@ -25,6 +25,7 @@ from asyncckpt.tables import (
     row_update,
 )
 from asyncckpt.tables.sparse_optimizer import SparseOptimizer
+from tests.worlds.rows import table_image
 
 OPTIMIZERS: dict[str, tuple[type[SparseOptimizer], dict[str, Any], bool]] = {
     "sgd": (SparseSGD, {"lr": 0.1, "weight_decay": 0.1}, False),
@@ -78,17 +79,6 @@ def cut_of(table: Any) -> Iterator[Any]:
         cut.end(True)
 
 
-def bits_by_id(table: HashTable) -> dict[int, bytes]:
-    ids = torch.arange(-40, 40)
-    rows = table.lookup(ids, insert=False)
-    columns = [table.embedding, *(table.slot(column.name) for column in table.schema().columns[2:])]
-    return {
-        id: b"".join(column[row].reshape(-1).view(torch.uint8).numpy().tobytes() for column in columns)
-        for id, row in zip(ids.tolist(), rows.tolist(), strict=True)
-        if row >= 0
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "shape"), list(product(OPTIMIZERS, [(1, torch.float32), (40, torch.float32), (19, torch.bfloat16)]))
 )
@@ -114,10 +104,10 @@ def test_all_ways_give_the_same_bits(
         patch.setattr(row_update, "core_takes", lambda *_: False)
         by_plain_torch = new_table()
         trained(by_plain_torch, make)
-    expected = bits_by_id(by_core)
-    assert bits_by_id(by_torch) == expected
-    assert bits_by_id(by_twin) == expected
-    assert bits_by_id(by_plain_torch) == expected
+    expected = table_image(by_core)
+    assert table_image(by_torch) == expected
+    assert table_image(by_twin) == expected
+    assert table_image(by_plain_torch) == expected
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -15,6 +15,7 @@ from torch.optim import swa_utils
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.tables import HashEmbedding, HashEmbeddingBag, HashTable, MultiLevelTable, Slot, SparseAdam, Uniform
 from asyncckpt.tables.trained_table import TrainedTable
+from tests.worlds.rows import named_rows
 
 
 def by_torch(value: Any) -> Any:
@@ -59,18 +60,12 @@ def table(request: pytest.FixtureRequest) -> TrainedTable:
     return made
 
 
-def contents(table: TrainedTable) -> dict[int, dict[str, Any]]:
-    ids = table.ids()
-    values = table.read(ids)
-    return {id: {name: value[at].tolist() for name, value in values.items()} for at, id in enumerate(ids.tolist())}
-
-
 def test_a_copy_has_the_rows_and_lives_on_its_own(table: TrainedTable, copied: Callable[[Any], Any]) -> None:
-    before = contents(table)
+    before = named_rows(table)
     made = copied(table)
     assert type(made) is type(table)
     assert (made.name, made.shard, made.replicated, made.schema()) == ("user", table.shard, False, table.schema())
-    assert contents(made) == before
+    assert named_rows(made) == before
     candidates = [
         [id for id in (31, 33) if id in companion]  # type: ignore[operator]
         for owner in (table, made)
@@ -81,12 +76,12 @@ def test_a_copy_has_the_rows_and_lives_on_its_own(table: TrainedTable, copied: C
         rows["embedding"] += 1
     made.insert(torch.tensor([41]), torch.ones(1, 3))
     made.remove(torch.tensor([1]))
-    assert contents(table) == before
+    assert named_rows(table) == before
     # A new row starts as one of the table itself does.
     for owner in (table, made):
         for _ in range(2):
             owner.lookup(torch.tensor([43]))
-    assert contents(made)[43] == contents(table)[43]
+    assert named_rows(made)[43] == named_rows(table)[43]
 
 
 def test_an_empty_table_and_a_replica_are_copied(copied: Callable[[Any], Any]) -> None:
@@ -113,9 +108,9 @@ def test_a_model_and_its_optimizer_train_on_as_the_original(copied: Callable[[An
     assert other_model["one"].table is other_model["bag"].table is not table
     assert other_optimizer.param_groups[0]["params"][0].table is other_model["one"].table
     train(model, optimizer)
-    assert contents(other_model["one"].table) != contents(table)
+    assert named_rows(other_model["one"].table) != named_rows(table)
     train(other_model, other_optimizer)
-    assert contents(other_model["one"].table) == contents(table)
+    assert named_rows(other_model["one"].table) == named_rows(table)
 
 
 def test_gradients_that_wait_for_an_optimizer_are_not_copied(copied: Callable[[Any], Any]) -> None:
@@ -129,7 +124,7 @@ def test_a_copy_is_whole_or_refused_while_the_table_is_in_a_cut(table: TrainedTa
     with pytest.raises(UsageError, match="reading of table 'user' waits for cut"):
         copy.deepcopy(table)
     cut.fence()
-    assert contents(copy.deepcopy(table)) == contents(table)
+    assert named_rows(copy.deepcopy(table)) == named_rows(table)
 
 
 AVERAGES: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ import asyncckpt
 from asyncckpt.tables import HashEmbedding, HashTable, MultiLevelTable, SparseAdagrad, Uniform
 from asyncckpt.tables.row_device import RowDevice
 from asyncckpt.tables.trained_table import TrainedTable
+from tests.worlds.rows import named_rows
 
 IDS_COUNT, KEPT_COUNT = 3000, 40
 OPTIONS: dict[str, Any] = {
@@ -41,20 +42,14 @@ def train(table: TrainedTable, ids: torch.Tensor, step: int) -> None:
         optimizer.step()
 
 
-def contents(table: TrainedTable) -> dict[int, dict[str, Any]]:
-    ids = table.ids()
-    values = table.read(ids)
-    return {id: {name: values[name][row].tolist() for name in values} for row, id in enumerate(ids.tolist())}
-
-
 def test_rows_stay_and_memory_goes(table: TrainedTable) -> None:
     train(table, torch.arange(IDS_COUNT), 1)
     train(table, torch.arange(0, IDS_COUNT, IDS_COUNT // KEPT_COUNT), 9)
     table.evict("last_seen", older_than=5)
-    before, bytes_before = contents(table), table.statistics().bytes
+    before, bytes_before = named_rows(table), table.statistics().bytes
     assert len(before) == KEPT_COUNT
     freed_bytes = table.shrink()
-    assert contents(table) == before
+    assert named_rows(table) == before
     assert (table.capacity, table.statistics().bytes) == (KEPT_COUNT, bytes_before - freed_bytes)
     assert freed_bytes > 0
     assert table.shrink() == 0
@@ -66,16 +61,16 @@ def test_rows_stay_and_memory_goes(table: TrainedTable) -> None:
     for each in (table, other):
         train(each, torch.arange(0, IDS_COUNT, 7), 10)
         each.remove(torch.arange(50))
-    assert contents(table) == contents(other)
+    assert named_rows(table) == named_rows(other)
 
 
 def test_an_empty_table_shrinks(table: TrainedTable) -> None:
     table.lookup(torch.arange(KEPT_COUNT))
     table.clear()
     assert table.shrink() > 0
-    assert (table.capacity, len(table), contents(table)) == (1, 0, {})
+    assert (table.capacity, len(table), named_rows(table)) == (1, 0, {})
     table.lookup(torch.arange(5))
-    assert sorted(contents(table)) == list(range(5))
+    assert sorted(named_rows(table)) == list(range(5))
 
 
 def test_every_kind_of_save_is_right_after_it(table: TrainedTable, tmp_path: Path) -> None:
@@ -87,7 +82,7 @@ def test_every_kind_of_save_is_right_after_it(table: TrainedTable, tmp_path: Pat
             saver.save_async(step, kind=kind).result(60)  # type: ignore[arg-type]
             other = KINDS["hash"]()
             asyncckpt.Loader(tmp_path, hashtables={"user": other}).load()
-            assert contents(other) == contents(table)
+            assert named_rows(other) == named_rows(table)
             table.remove(np.arange(IDS_COUNT - 100 * step, IDS_COUNT - 100 * (step - 1)))
             train(table, torch.arange(0, 60), step)
             table.shrink()
@@ -96,7 +91,7 @@ def test_every_kind_of_save_is_right_after_it(table: TrainedTable, tmp_path: Pat
 def test_rows_are_where_they_were_when_memory_runs_out(table: TrainedTable, monkeypatch: pytest.MonkeyPatch) -> None:
     train(table, torch.arange(IDS_COUNT), 1)
     table.remove(torch.arange(100, IDS_COUNT))
-    before, capacity = contents(table), table.capacity
+    before, capacity = named_rows(table), table.capacity
     made = iter(range(2))
 
     def new_column(self: RowDevice, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
@@ -108,6 +103,6 @@ def test_rows_are_where_they_were_when_memory_runs_out(table: TrainedTable, monk
         patch.setattr(RowDevice, "new_column", new_column)
         with pytest.raises(MemoryError):
             table.shrink()
-    assert (contents(table), table.capacity) == (before, capacity)
+    assert (named_rows(table), table.capacity) == (before, capacity)
     table.shrink()
-    assert (contents(table), table.capacity) == (before, 100)
+    assert (named_rows(table), table.capacity) == (before, 100)

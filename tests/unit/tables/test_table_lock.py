@@ -13,7 +13,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.tables import HashTable
-from tests.unit.tables.multi_level_world import Saving, World
+from tests.unit.tables.multi_level_world import LevelsBesideDict, Saving
 
 DEADLINE_S = 60
 CHILD_S_MAX = 10
@@ -103,7 +103,7 @@ def test_what_the_forking_thread_holds_it_holds_in_the_child(table: HashTable) -
 @pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
 def test_a_child_keeps_no_rows_for_a_save_of_its_parent() -> None:
     """The memory for them and those who would write them are not there."""
-    world = World(cache_rows=4, capacity=32)
+    world = LevelsBesideDict(cache_rows=4, capacity=32)
     world.train(range(16))
     saving = Saving(world, window_rows=4)
     world.train(range(8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.tables import HashTable, table_lock
+from tests.worlds.threads import in_thread
 
 
 @pytest.fixture
@@ -25,15 +25,6 @@ def table() -> HashTable:
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_lock, "TABLE_WAIT_S_MAX", 0.0)
-
-
-def in_thread(work: Callable[[], Any]) -> Any:
-    """What work returns on another thread."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def test_runs_are_the_used_rows_after_removals(table: HashTable) -> None:

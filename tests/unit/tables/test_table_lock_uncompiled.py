@@ -32,7 +32,7 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Model(nn.Module):
+class WeighedRows(nn.Module):
     """Two of one kind, whose rows a linear layer weighs."""
 
     def __init__(self, kind: str, optimizer: Any, chosen: random.Random) -> None:
@@ -72,7 +72,7 @@ def trained(kind: str, seed: int, compiled: Callable[[Any], Any]) -> list[Any]:
     chosen = random.Random(f"{kind} {seed}")
     torch.manual_seed(seed)
     optimizer_kind = chosen.choice(OPTIMIZERS)
-    net = Model(kind, optimizer_kind, chosen)
+    net = WeighedRows(kind, optimizer_kind, chosen)
     optimizer: Any = optimizer_kind(net, lr=0.5)
     run = compiled(net)
     found: list[Any] = []

@@ -10,6 +10,7 @@ import torch
 from asyncckpt.tables import HashEmbedding, HashTable, MultiLevelTable
 from asyncckpt.tables.candidates import CandidateTable
 from asyncckpt.tables.trained_table import TrainedTable
+from tests.unit.tables.test_touched_rows_by_use import batch
 
 SEEN = {"last_seen": torch.int64}
 KINDS: dict[str, Callable[[], TrainedTable]] = {
@@ -21,10 +22,6 @@ KINDS: dict[str, Callable[[], TrainedTable]] = {
 @pytest.fixture(params=KINDS)
 def table(request: pytest.FixtureRequest) -> TrainedTable:
     return KINDS[request.param]()
-
-
-def batch(*ids: int) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int64)
 
 
 def test_rows_are_those_inserted_without_those_that_went(table: TrainedTable) -> None:

@@ -32,7 +32,7 @@ class Died(BaseException):
     """The process of this rank ends here."""
 
 
-class World:
+class MeetingRanks:
     """Ranks, the store between them, and the clock."""
 
     def __init__(self, seed: int) -> None:
@@ -158,7 +158,7 @@ class World:
 class Line:
     """As a StoreLine, in virtual time."""
 
-    world: World
+    world: MeetingRanks
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._store = connect()
@@ -183,8 +183,8 @@ class Line:
         pass
 
 
-def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
-    world = World(seed)
+def run_schedule(seed: int, monkeypatch: pytest.MonkeyPatch) -> MeetingRanks:
+    world = MeetingRanks(seed)
     clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)
 
     def part(name: str, _: object) -> object:
