@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 def given(text: str) -> str:
     """Refuse an empty argument, as of a shell's variable that is not set: as a path it is the current folder."""
     if not text:
-        raise ArgumentTypeError("empty")
+        raise ArgumentTypeError("it is empty")
     return text
 
 

@@ -29,7 +29,7 @@ def find_collections(module: object) -> dict[str, EmbCacheCollection]:
     """
     if not isinstance(module, nn.Module):
         hint = "tensors and other state are saved with asyncckpt.Saver"
-        raise must_be("module", nn.Module, type(module), hint=hint)
+        raise must_be("module", "a torch.nn.Module", type(module), hint=hint)
     modules = list(_walk(module))
     found = {path: item for path, item in modules if isinstance(item, EmbCacheCollection)}
     if not found:

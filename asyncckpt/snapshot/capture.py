@@ -295,7 +295,7 @@ def look(
         check_extent(seen[number], name(number))
         raise changed(f"tensor {name(number)!r} has got other memory")
     if memory is not None and not memory.is_shared_alike(places.addresses):
-        raise changed("tensors of the state have become others, which share memory otherwise,")
+        raise changed("the memory that tensors of the state share has changed")
     begins = np.where(copied, places.addresses, np.uint64(0))
     return LiveTensors(tensors=seen, ways=ways, begins=begins, storages=places.storages, name=name)
 

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, Words
 from asyncckpt.model.table import Table
 from asyncckpt.tables.noted_tables import noted_tables
 from asyncckpt.tables.sparse_optimizer import SparseOptimizer
@@ -74,7 +74,7 @@ def check_all_taken(state: object, taken: Iterable[Table], *, hint: str) -> None
     """
     found = _named(tables_held(state, taken, with_noted=True))
     if found:
-        raise UsageError(f"tables of a module would not be saved: {shown(found)}", hint=hint)
+        raise UsageError("tables of a module would not be saved", found=Words(shown(found)), hint=hint)
 
 
 def tables_left_out(state: object, taken: Iterable[Table]) -> tuple[str, ...]:

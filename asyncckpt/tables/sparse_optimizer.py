@@ -342,7 +342,7 @@ def _listed(modules: object) -> list[Any]:
     if isinstance(modules, nn.Module):
         return [modules]
     if not isinstance(modules, Iterable):
-        raise must_be("modules of a sparse optimizer", "an nn.Module or several", type(modules))
+        raise must_be("modules of a sparse optimizer", "a torch.nn.Module or several", type(modules))
     return list(modules)
 
 
@@ -357,7 +357,7 @@ def _hash_modules(modules: object) -> list[HashEmbedding]:
     found: dict[int, HashEmbedding] = {}
     for root in _listed(modules):
         if not isinstance(root, nn.Module):
-            raise must_be("module of a sparse optimizer", "an nn.Module", type(root))
+            raise must_be("module of a sparse optimizer", "a torch.nn.Module", type(root))
         found.update((id(module), module) for module in root.modules() if isinstance(module, HashEmbedding))
     if not found:
         raise UsageError("modules of a sparse optimizer hold no HashEmbedding or HashEmbeddingBag", found=modules)

@@ -217,8 +217,8 @@ def test_columns_of_different_lengths_are_refused() -> None:
     [
         ("", {"embedding": torch.zeros(1, 1)}, "name of a table must be .*; got ''"),
         (None, {"embedding": torch.zeros(1, 1)}, "name of a table must be .*; got None"),
-        ("t", {"weight": torch.zeros(1, 1)}, r"columns of table 't' must be .*; got \['weight'\]"),
-        ("t", {"embedding": torch.zeros(1, 1), "id": torch.zeros(1)}, "columns of table 't' must be"),
+        ("t", {"weight": torch.zeros(1, 1)}, r"columns of table 't' must .*, found \['weight'\]"),
+        ("t", {"embedding": torch.zeros(1, 1), "id": torch.zeros(1)}, "columns of table 't' must include"),
         ("t", {"embedding": np.zeros((1, 1))}, "column 'embedding' of table 't' must be .*; got a ndarray"),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_module_among_the_tensors_needs_its_tables(tmp_path: Path) -> None:
             assert f"{path} (table {name!r})" in str(caught.value)
     tables = model.by_hand()
     del tables["plain"]
-    with pytest.raises(asyncckpt.UsageError, match=r"not be saved: model\.plain \(table 'plain'\)"):
+    with pytest.raises(asyncckpt.UsageError, match=r"not be saved, found model\.plain \(table 'plain'\)"):
         asyncckpt.Saver(path=tmp_path, hashtables=tables, tensors={"model": model})
     save_one(tmp_path, hashtables=model.by_hand(), tensors={"model": model})
 
@@ -68,7 +68,7 @@ def test_what_asks_for_dense_state_gets_it(tmp_path: Path) -> None:
         "all.1.state": {"all": [1, {"state": state}]},
     }
     for at, tensors in within.items():
-        with pytest.raises(asyncckpt.UsageError, match=rf"left out.*{at}\.users \(table 'user'\)"):
+        with pytest.raises(asyncckpt.UsageError, match=rf"not be saved, found {at}\.users \(table 'user'\)"):
             asyncckpt.Saver(path=tmp_path, tensors={"state": tensors} if tensors is state else tensors)
 
 
@@ -80,7 +80,7 @@ def test_a_state_dict_that_was_loaded_still_says_its_tables(tmp_path: Path) -> N
     state: Any = target.state_dict()
     asyncckpt.Loader(tmp_path, hashtables=target.by_hand(), tensors={"model": state}).load()
     assert state._metadata[""] == {"version": 7}
-    with pytest.raises(asyncckpt.UsageError, match=r"left out.*users \(table 'user'\)"):
+    with pytest.raises(asyncckpt.UsageError, match=r"not be saved, found .*users \(table 'user'\)"):
         asyncckpt.Saver(path=tmp_path, tensors={"state": state})
 
 

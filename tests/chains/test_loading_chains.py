@@ -101,7 +101,7 @@ def test_tables_that_come_and_go(tmp_path: Path) -> None:
     write(tmp_path, 3, {"user": layer_of({3: row(3)}, whole=True)}, parents=without.chain)
     assert load(tmp_path, 3) == {3: row(3)}
     assert list(asyncckpt.describe(tmp_path, 3).tables) == ["user"]
-    with pytest.raises(asyncckpt.IncompatibleError, match="'gone' is missing"):
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"only in this state .*'gone'"):
         asyncckpt.Loader(tmp_path, {"gone": new_table("gone")}).load()
 
 
@@ -135,7 +135,7 @@ def test_dense_is_the_newest(tmp_path: Path) -> None:
     report = asyncckpt.Loader(tmp_path, tensors={"w": target}).load()
     assert target.tolist() == [3.0, 4.0]
     assert report.unexpected == ()
-    with pytest.raises(asyncckpt.IncompatibleError, match="'old' is missing"):
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"only in this state .*'old'"):
         asyncckpt.Loader(tmp_path, tensors={"old": torch.zeros(1)}).load()
 
 
@@ -162,11 +162,13 @@ def test_layers_that_disagree(tmp_path: Path) -> None:
     full = write(tmp_path, 1, {"user": layer_of({1: row(1)})})
     wider = {"id": torch.tensor([1]), "embedding": torch.zeros(1, DIM + 1), "sum": torch.zeros(1)}
     write(tmp_path, 2, {"user": Layer(wider)}, parents=full.chain)
-    with pytest.raises(asyncckpt.CorruptError, match=r"table 'user' has other columns in step 1.*'embedding'.*float32"):
+    with pytest.raises(
+        asyncckpt.CorruptError, match=r"table 'user' has other columns in its base, step 1.*'embedding'.*float32"
+    ):
         load(tmp_path, 2)
     fewer = {"id": torch.tensor([1]), "embedding": torch.zeros(1, DIM)}
     write(tmp_path, 3, {"user": Layer(fewer)}, parents=full.chain)
-    with pytest.raises(asyncckpt.CorruptError, match=r"table 'user' has other columns in step 1.*'sum'"):
+    with pytest.raises(asyncckpt.CorruptError, match=r"table 'user' has other columns in its base, step 1.*'sum'"):
         load(tmp_path, 3)
 
 

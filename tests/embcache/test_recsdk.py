@@ -414,7 +414,7 @@ def test_missing_rank_is_found(path: Path) -> None:
     parts = RecsdkRows.random(31).split(3)
     write_ranks(path, {"user": parts})
     shutil.rmtree(path / "user" / "rank1")
-    refused(path, CorruptError, r"not complete, found \['rank0', 'rank2'\], expected 'rank0 to")
+    refused(path, CorruptError, r"not complete, found \['rank0', 'rank2'\], expected rank0 to")
 
 
 def test_tables_of_different_numbers_of_ranks_are_refused(path: Path) -> None:
@@ -443,7 +443,7 @@ def test_merge_that_did_not_end_is_refused(path: Path) -> None:
 def test_merged_table_without_meta_file_is_refused(path: Path) -> None:
     write_merged(path, {"user": RecsdkRows.random(37)})
     (path / "meta.ini").unlink()
-    refused(path, CorruptError, r"meta\.ini' is missing")
+    refused(path, CorruptError, r"meta\.ini' of the merged table 'user' is missing")
 
 
 def test_unknown_part_is_refused(path: Path) -> None:

@@ -190,7 +190,7 @@ def test_what_is_not_tied_any_more_is_refused(
         save(tmp_path, world)
         assert torch.equal(asyncckpt.load(tmp_path, step=2)["model"]["1"], second.detach())
         return
-    with pytest.raises(asyncckpt.UsageError, match="have become others while the call of a save waited"):
+    with pytest.raises(asyncckpt.UsageError, match="share has changed while the call of a save waited"):
         save(tmp_path, world)
 
 

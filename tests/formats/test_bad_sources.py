@@ -342,8 +342,8 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
     "hf: an index without a map": ("hf", DAMAGED, "no 'weight_map'", raw_file(b"{}", INDEX)),
     "hf: a pipe": ("hf", DAMAGED, "not a regular file", pipe(SAFE)),
     "dcp: a text many times": ("dcp", UNREADABLE, "too much text", dcp_of({"a": ["x" * (1 << 20)] * 20_000})),
-    "dcp: nothing there": ("dcp", NOT_FOUND, "does not exist|not there", nowhere),
-    "dcp: an empty folder": ("dcp", NOT_FOUND, "'.metadata' is not there", lambda folder: folder),
+    "dcp: nothing there": ("dcp", NOT_FOUND, "it has no '.metadata'", nowhere),
+    "dcp: an empty folder": ("dcp", NOT_FOUND, "it has no '.metadata'", lambda folder: folder),
     "dcp: empty metadata": (
         "dcp",
         DAMAGED,

@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     refused: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         (UnsupportedError, "only rows that were used", "some", {}),
         (UnsupportedError, "cannot be imported", "named", {}),
-        (UsageError, "no mapping", "old", {"columns": ["m"]}),
+        (UsageError, "a mapping", "old", {"columns": ["m"]}),
         (UsageError, "no table has", "old", {"columns": {"momentum3": "m"}}),
         (UsageError, "no fitting names", "old", {"columns": {"momentum1": "m", "momentum2": "m"}}),
         (UsageError, "no fitting names", "old", {"columns": {"momentum1": "id"}}),

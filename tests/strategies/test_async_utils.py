@@ -129,26 +129,22 @@ def test_a_call_that_is_done_is_finalized_without_waiting() -> None:
     assert queue.maybe_finalize_async_calls() == [0]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_failed_call_does_not_poison_later_ones(persistent: bool) -> None:
+@pytest.mark.parametrize(
+    ("fn", "finalize", "persistent"),
+    [
+        pytest.param(fail, (), False, id="call"),
+        pytest.param(fail, (), True, id="call of a worker"),
+        pytest.param(None, (fail,), False, id="finalize function"),
+    ],
+)
+def test_what_fails_ends_its_call_only(fn: Any, finalize: tuple[Any, ...], persistent: bool) -> None:
     seen: list[str] = []
     queue = AsyncCallsQueue(persistent)
-    queue.schedule_async_request(request(fail, lambda: seen.append("never")))
+    queue.schedule_async_request(request(fn, *finalize, lambda: seen.append("never")))
     queue.schedule_async_request(request(lambda: None, lambda: seen.append("second")))
     with pytest.raises(OSError, match="the disk is full"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert queue.get_num_unfinalized_calls() == 1
-    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
-    assert seen == ["second"]
-
-
-def test_a_failed_finalize_function_ends_its_call_only() -> None:
-    seen: list[str] = []
-    queue = AsyncCallsQueue()
-    queue.schedule_async_request(request(None, fail, lambda: seen.append("never")))
-    queue.schedule_async_request(request(None, lambda: seen.append("second")))
-    with pytest.raises(OSError, match="the disk is full"):
-        queue.maybe_finalize_async_calls(blocking=True)
     assert queue.maybe_finalize_async_calls(blocking=True) == [1]
     assert seen == ["second"]
 

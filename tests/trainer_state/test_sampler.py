@@ -88,7 +88,7 @@ def test_nothing_is_drawn_from_the_global_generator() -> None:
         ({"samples": []}, "samples must be"),
         ({"samples": 3, "seed": 2**63}, "seed must be"),
         ({"samples": 3, "seed": 1.5}, "seed must be"),
-        ({"samples": 3, "rank": 2, "ranks_count": 2}, "rank must be"),
+        ({"samples": 3, "rank": 2, "ranks_count": 2}, "rank and ranks_count must be"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], text: str) -> None:

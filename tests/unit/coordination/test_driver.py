@@ -344,7 +344,7 @@ async def test_older_calls_are_forgotten(job: RanksAndEffects) -> None:
     assert {call for call, _ in job.exchange.inboxes} <= {4}
 
 
-class DeafChannel:
+class SendingChannel:
     """A channel but for what it receives."""
 
     def __init__(self, channel: Channel) -> None:
@@ -353,7 +353,7 @@ class DeafChannel:
         self.forget, self.close = channel.forget, channel.close
 
 
-class StuckChannel(DeafChannel):
+class StuckChannel(SendingChannel):
     """A channel whose receive never comes back until it is let go."""
 
     def __init__(self, channel: Channel) -> None:
@@ -386,7 +386,7 @@ async def test_one_thread_is_enough(threads: ThreadPoolExecutor) -> None:
     assert [outcome.state for outcome in outcomes] == ["committed"] * 2
 
 
-class LateChannel(DeafChannel):
+class LateChannel(SendingChannel):
     """A channel that is deaf until its rank's clock has jumped, and finds nothing in the first look after that."""
 
     def __init__(self, channel: Channel) -> None:

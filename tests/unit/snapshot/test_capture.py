@@ -42,7 +42,7 @@ def test_what_is_not_as_planned_is_refused_by_name(planned: torch.Tensor, change
 
 
 def test_what_would_be_read_behind_a_storage_is_refused_whatever_the_tensor_is_now() -> None:
-    with pytest.raises(UsageError, match="tensor '0' has become another one"):
+    with pytest.raises(UsageError, match="tensor '0' has got other memory"):
         look([torch.ones(10)], ways_of(torch.ones(1000)), name=str)
 
 

@@ -87,7 +87,7 @@ def test_who_says_nothing_is_refused_by_name() -> None:
 def test_a_part_is_refused_where_nobody_holds_the_rest() -> None:
     parts = {"shard 2 of 4": HashTable("t", 4, shard=(2, 4)), "rows 10 to 20": fixed(first_id=10)}
     for described, part in parts.items():
-        with pytest.raises(UsageError, match=rf"'t' is a part.*'{described}'.*process_group=.*alone=True"):
+        with pytest.raises(UsageError, match=rf"'t' is a part.*{described}.*process_group=.*alone=True"):
             check_said({"t": part}, index=0, count=1)
         check_said({"t": part}, index=0, count=1, may_be_parts=True)
     check_said({"b": HashTable("b", 4, shard=(0, 16, 16))}, index=0, count=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,23 +24,34 @@ from asyncckpt.format.names import Attempt
 pytestmark = pytest.mark.any_core
 
 
-@pytest.mark.parametrize("gone", [True, False])
-def test_files_that_rank_0_has_removed_are_not_damaged(tmp_path: Path, gone: bool) -> None:
-    """Rank 0 aborts and sweeps while this rank still writes; the outcome may be heard after that."""
-    with CheckpointRoot.for_writing(tmp_path, exact_modes=False) as root:
+def use_folder(
+    path: Path, use: Callable[[Any, Attempt], object], *, gone: bool, other: type[Exception], said: str
+) -> None:
+    """Use the folder of an attempt, which rank 0 has removed meanwhile or has not."""
+    with CheckpointRoot.for_writing(path, exact_modes=False) as root:
         attempt = Attempt.new(1)
         root.data.make_folder(attempt.directory).close()
-        file = FileFacts(f"data/{attempt.directory}/r00001-000.safetensors", 1, 8, bytes(16), 8)
-        expected: type[Exception] = NotFoundError if gone else CorruptError
 
-        def check() -> None:
+        def run() -> None:
             with _attempt_folder(root, attempt) as folder:
                 if gone:
                     root.data.remove_folder(attempt.directory)
-                check_listed(folder, [file], step=1)
+                use(folder, attempt)
 
-        with pytest.raises(expected, match="unless rank 0 has aborted" if gone else "is missing"):
-            check()
+        error: type[Exception] = NotFoundError if gone else other
+        with pytest.raises(error, match="unless rank 0 has aborted" if gone else said):
+            run()
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_files_that_rank_0_has_removed_are_not_damaged(tmp_path: Path, gone: bool) -> None:
+    """Rank 0 aborts and sweeps while this rank still writes; the outcome may be heard after that."""
+
+    def check(folder: Any, attempt: Attempt) -> None:
+        file = FileFacts(f"data/{attempt.directory}/r00001-000.safetensors", 1, 8, bytes(16), 8)
+        check_listed(folder, [file], step=1)
+
+    use_folder(tmp_path, check, gone=gone, other=CorruptError, said="is missing")
 
 
 class LateOutcome:
@@ -75,18 +87,8 @@ def test_a_rank_whose_folder_is_gone_hears_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_file_cannot_be_made_in_a_folder_that_rank_0_has_removed(tmp_path: Path, gone: bool) -> None:
-    with CheckpointRoot.for_writing(tmp_path, exact_modes=False) as root:
-        attempt = Attempt.new(1)
-        root.data.make_folder(attempt.directory).close()
+    def create(folder: Any, _: Attempt) -> None:
+        for _ in range(1 if gone else 2):
+            folder.create_file("name")
 
-        def create() -> None:
-            with _attempt_folder(root, attempt) as folder:
-                if gone:
-                    root.data.remove_folder(attempt.directory)
-                else:
-                    folder.create_file("name")
-                folder.create_file("name")
-
-        expected: type[Exception] = NotFoundError if gone else IOFailedError
-        with pytest.raises(expected, match="unless rank 0 has aborted" if gone else "exists"):
-            create()
+    use_folder(tmp_path, create, gone=gone, other=IOFailedError, said="exists")
