@@ -1,6 +1,6 @@
 """dynamicemb (NVIDIA recsys-examples): `BatchedDynamicEmbeddingTablesV2`, tables on a GPU with or without a cache.
 
-Experimental: tested against recorded shapes of the interface, never with the library itself; importing this warns.
+Experimental: tested against recorded shapes of the interface, never with the library itself; making a table warns.
 
 Source of the interface: dynamicemb's `batched_dynamicemb_tables.py` and `key_value_table.py`. A module holds several
 logical tables over shared levels: an optional write-back cache, then a storage of one level, or of two (HybridStorage:
@@ -68,6 +68,7 @@ class DynamicEmbTable(ExportOnlyTable):
     def __init__(
         self, name: str, module: Any, table_id: int, *, shard: tuple[int, int] = (0, 1), replicated: bool = False
     ) -> None:
+        warn("asyncckpt: saving tables of dynamicemb is experimental, and was never tested with dynamicemb itself")
         self._module = module
         self._table_id = table_id
         self._tiers = _tiers(module.tables, name)
@@ -315,5 +316,4 @@ def _library(state: Any) -> Any:
     return sys.modules[type(state).__module__]
 
 
-warn("asyncckpt: saving tables of dynamicemb is experimental, and was never tested with dynamicemb itself")
 register_adapter(MODULE_KIND, dynamicemb_tables)

@@ -1,6 +1,6 @@
 """HierarchicalKV (NVIDIA Merlin): tables on a GPU that evict by score.
 
-Experimental: tested against recorded shapes of the interface, never with the library itself; importing this warns.
+Experimental: tested against recorded shapes of the interface, never with the library itself; making a table warns.
 
 Source of the interface: `nv::merlin::HashTable` of HierarchicalKV. It is a C++ header library; HkvBinding is what a
 Python binding must provide, with the names and the order of arguments of the C++ methods. Facts that shape this:
@@ -104,6 +104,7 @@ class HkvTable(ExportOnlyTable):
         replicated: bool = False,
         reserved_key_start_bit: int = 0,
     ) -> None:
+        warn("asyncckpt: saving tables of HierarchicalKV is experimental, and was never tested with it")
         widths = {EMBEDDING_COLUMN: dim, **(states or {})}
         if sum(widths.values()) != table.dim() or any(width < 1 for width in widths.values()):
             what = f"columns of HierarchicalKV table {name!r} are not its value row"
@@ -223,5 +224,4 @@ def _reserved_ids(start_bit: int) -> tuple[int, int]:
     return mask, mask if start_bit == 0 else mask & ~1
 
 
-warn("asyncckpt: saving tables of HierarchicalKV is experimental, and was never tested with HierarchicalKV itself")
 register_adapter(MODULE_KIND, hkv_tables)

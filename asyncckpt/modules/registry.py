@@ -105,9 +105,10 @@ def is_kind(module: object, names: frozenset[str]) -> bool:
 
 
 def _import_own(name: str) -> None:
-    package = name.partition(".")[0]
-    if package in LIBRARIES:
-        importlib.import_module(LIBRARIES[package])
+    own = LIBRARIES.get(str(name).partition(".")[0])  # Some classes have no module.
+    if own is not None:
+        importlib.import_module(own.rpartition(".")[0])  # First: otherwise two threads may wait for each other's half.
+        importlib.import_module(own)
 
 
 def _shown(kind: type | str) -> str:

@@ -89,7 +89,7 @@ def _renamed(spec: BlockSpec, name: Any, owner: str) -> BlockSpec:
     if spec.table is None:
         return replace(spec, name=name, leaf=None)
     table, at, column = name.rpartition("@")
-    if not at or not column or "@" in table:
+    if not at or not column or "@" in table or column.startswith("#"):
         raise FilterError(f"{owner} renamed block {spec.name!r} badly", found=name, expected="'table@column'")
     return replace(spec, name=name, table=table, column=column)
 
@@ -122,7 +122,7 @@ def _with_data(spec: BlockSpec, data: Any, owner: str) -> BlockSpec:
 
 
 def _check_whole(filtered: Sequence[FilteredBlock], planned: Sequence[BlockSpec], owner: str) -> None:
-    """Refuse a name twice, a part of a split block missing or unlike its other parts, a table without its ids.
+    """Refuse a name twice, a part of a split block missing or unlike its other parts, and tables that no load takes.
 
     All of this rank's parts of a tensor that is spread over ranks must be there.
     """
@@ -132,27 +132,38 @@ def _check_whole(filtered: Sequence[FilteredBlock], planned: Sequence[BlockSpec]
         raise FilterError(f"{owner} returned block {twice!r} twice")
     planned_counts = Counter(spec.name for spec in planned)
     counts = Counter((planned[item.number].name, item.spec.name) for item in filtered)
-    rows: dict[str, int] = {}
     kinds: dict[str, tuple[str, tuple[int, ...] | None]] = {}
     for item in filtered:
         spec, was = item.spec, planned[item.number].name
-        rows[spec.name] = rows.get(spec.name, 0) + (spec.shape[0] if spec.shape else 0)
         if kinds.setdefault(spec.name, (spec.dtype, spec.whole_shape)) != (spec.dtype, spec.whole_shape):
             raise FilterError(f"{owner} treated parts of block {spec.name!r} differently")
         if spec.is_part and counts[was, spec.name] != planned_counts[was]:
             raise FilterError(f"{owner} dropped a part of block {spec.name!r}")
+    tables: dict[str, dict[str, str | None]] = {}  # The tables that columns were of.
     for item in filtered:
         table = item.spec.table
-        if table is not None and f"{table}@{ID_COLUMN}" not in rows:
+        if table is None:
+            continue
+        if f"{table}@{ID_COLUMN}" not in kinds:
             raise FilterError(
                 f"{owner} kept block {item.spec.name!r} of a table without its ids",
                 hint=f"keep block {table + '@' + ID_COLUMN!r} or drop the whole table",
             )
-        if table is not None and (item.spec.column == ID_COLUMN) != (item.spec.role is Role.ID):
+        if (item.spec.column == ID_COLUMN) != (item.spec.role is Role.ID):
             raise FilterError(
                 f"{owner} renamed block {planned[item.number].name!r} badly",
                 found=item.spec.name,
                 hint=f"column {ID_COLUMN!r} holds the ids of a table, and nothing else does",
             )
-        if table is not None and rows[item.spec.name] != rows[f"{table}@{ID_COLUMN}"]:
-            raise FilterError(f"{owner} joined columns of different tables in {table!r}")
+        tables.setdefault(table, {})[item.spec.name] = planned[item.number].table
+    dense = {item.spec.name: planned[item.number].name for item in filtered if item.spec.table is None}
+    renamed = {name for name, was in dense.items() if name != was}
+    entries = {*dense, *(name.partition(".")[0] for name in dense)}
+    for table, columns in tables.items():
+        if len(joined := sorted(map(repr, set(columns.values())))) > 1:
+            raise FilterError(f"{owner} joined columns of tables {' and '.join(joined)} in {table!r}")
+        if len(columns) == 1:
+            raise FilterError(f"{owner} kept nothing but the ids of table {table!r}", hint="drop the whole table")
+        # A table and an entry of the state may have had one name before: then a load knows them apart.
+        if table in (renamed if repr(table) in joined else entries):
+            raise FilterError(f"{owner} gave table {table!r} the name of a tensor", hint="choose another name")

@@ -117,5 +117,28 @@ register_adapter(f"{name}.EmbeddingCollection", print)
 kind = type("EmbeddingCollection", (torch.nn.Module,), {"__module__": name})
 assert adapter_of(kind()).factory is print
 """
-    for program in (code, mine):
+    # Registered by a user where warnings are errors; classes of three libraries that three threads meet first.
+    strict = """
+import threading, warnings, torch
+from asyncckpt.modules.registry import adapter_of, register_adapter
+warnings.simplefilter("error")
+register_adapter("merlin_kv.Table", print)
+assert adapter_of(type("Loss", (torch.nn.Module,), {"__module__": "dynamicemb.losses"})()) is None
+assert adapter_of(type("Odd", (torch.nn.Module,), {"__module__": None})()) is None
+"""
+    threads = """
+import threading, torch
+from asyncckpt.modules.registry import adapter_of
+names = ["torchrec.x", "fbgemm_gpu.x", "merlin_kv.x"]
+kinds = [type("Some", (torch.nn.Module,), {"__module__": name})() for name in names]
+begin, found = threading.Barrier(3), []
+def meet(module):
+    begin.wait()
+    found.append(adapter_of(module))
+others = [threading.Thread(target=meet, args=[module]) for module in kinds]
+for each in others: each.start()
+for each in others: each.join()
+assert found == [None] * 3, found
+"""
+    for program in (code, mine, strict, threads):
         subprocess.run([sys.executable, "-c", program], timeout=120, check=True)

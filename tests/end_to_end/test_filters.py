@@ -183,7 +183,7 @@ def test_errors_of_filters_commit_nothing(tmp_path: Path, kind: str) -> None:
 
 def test_filters_that_can_be_for_no_save_are_refused_by_the_saver(tmp_path: Path) -> None:
     for rule in (filters.cast("user@nothing", torch.float16), filters.keep_rows("item", lambda columns: None)):
-        with pytest.raises(asyncckpt.UsageError, match="names no"):
+        with pytest.raises(asyncckpt.UsageError, match=r"has no column|no table"):
             asyncckpt.Saver(path=tmp_path, hashtables={"user": new_table()}, filters=[rule])
 
 

@@ -190,6 +190,14 @@ def renamed(names: dict[str, str]) -> Callable[[Blocks], Blocks]:
     ]
 
 
+def only_ids(blocks: Blocks) -> Blocks:
+    return [block for block in blocks if block.table is None or block.column == "id"]
+
+
+def table_named(name: str) -> Callable[[Blocks], Blocks]:
+    return lambda blocks: [b.replace(name=f"{name}@{b.column}") if b.table == "user" else b for b in blocks]
+
+
 @pytest.mark.parametrize(
     ("nonsense", "message"),
     [
@@ -207,6 +215,10 @@ def renamed(names: dict[str, str]) -> Callable[[Blocks], Blocks]:
         (lambda blocks: [b.replace(name="a@id") if b.table else b for b in blocks], "twice"),
         (renamed({"user@last_seen": "a@id"}), "renamed block 'user@last_seen' badly, found 'a@id'"),
         (renamed({"user@last_seen": "user@id", "user@id": "user@last_seen"}), "renamed block 'user@id' badly"),
+        (renamed({"user@last_seen": "user@#seen"}), "renamed block 'user@last_seen' badly"),
+        (only_ids, "kept nothing but the ids of table 'user'"),
+        (table_named("w"), "gave table 'w' the name of a tensor"),
+        (renamed({"w": "user"}), "gave table 'user' the name of a tensor"),
     ],
 )
 def test_nonsense_fails_the_save_and_commits_nothing(
@@ -219,3 +231,13 @@ def test_nonsense_fails_the_save_and_commits_nothing(
     assert list((tmp_path / "data").iterdir()) == []
     save(State.filled(6), lambda blocks: blocks)
     assert asyncckpt.list_steps(tmp_path) == [1]
+
+
+def test_columns_of_two_tables_are_not_joined(tmp_path: Path, save: Callable[..., None]) -> None:
+    """Rows of two tables are in orders of their own, even where there are as many."""
+    state = State.filled(6)
+    state.tables = {"user": state.tables["user"], "other": new_table("other")}
+    state.tables["other"].lookup(state.tables["user"].ids() + 1)
+    wide = renamed({"other@embedding": "user@wide"})
+    with pytest.raises(asyncckpt.errors.FilterError, match="joined columns of tables 'other' and 'user' in 'user'"):
+        save(state, lambda blocks: [b for b in wide(blocks) if not b.tensor_name().startswith("other@")])

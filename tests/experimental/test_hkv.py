@@ -218,3 +218,8 @@ def test_columns_must_be_the_whole_value_row(states: dict[str, int]) -> None:
 def test_reserved_bit_is_checked(bit: int) -> None:
     with pytest.raises(asyncckpt.UsageError, match="reserved_key_start_bit of table 'user' must be"):
         HkvTable("user", FakeHkv(3, dtype=torch.float32), dim=3, device="cpu", reserved_key_start_bit=bit)
+
+
+def test_a_table_says_that_it_is_experimental() -> None:
+    with pytest.warns(UserWarning, match="HierarchicalKV is experimental, and was never tested with it"):
+        table_of(HkvModule())
