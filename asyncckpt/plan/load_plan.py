@@ -170,9 +170,13 @@ def make_load_plan(
     if strict:
         own = {leaf.path for leaf in targets.in_place} if filter_func is not None else ()
         inside = list(_inside(contents, targets, unexpected))
-        match.passing += _counted("only in this state", missing)
-        match.passing += _counted("only in the checkpoint", [name for name, at in inside if at not in own])
-        match.passing += _counted("left out by the filter", [name for name, at in inside if at in own])
+        for what, names in (
+            ("only in this state", missing),
+            ("only in the checkpoint", [name for name, at in inside if at not in own]),
+            ("left out by the filter", [name for name, at in inside if at in own]),
+        ):
+            if names:
+                match.passing.append(f"{what} ({len(names)}): {str(names[:PROBLEMS_SHOWN_MAX])[1:-1]}")
         not_taken = [name for name in unexpected if name in contents.tables][:PROBLEMS_SHOWN_MAX]
         if not_taken:
             why = f"not in hashtables, and the checkpoint has tables that nothing takes: {not_taken}"
@@ -339,11 +343,9 @@ class _Match:
         more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
         passes = "Loader(..., strict=False) loads what matches, filter_func renames" if self.passing else ""
         cast = "cast=True converts dtypes" if self.could_be_cast else ""
-        as_it_was = (
-            "make such an object as the one that was saved, or leave it out of the load" if self.of_objects else ""
-        )
+        as_it_was = "make such an object as the one that was saved, or leave it out of the load"
         what = f"step {self._chain.step} does not match this state, and nothing was changed: {shown}{more}"
-        hints = (wrapped_hint(missing, unexpected), passes, cast, as_it_was)
+        hints = (wrapped_hint(missing, unexpected), passes, cast, as_it_was if self.of_objects else "")
         raise IncompatibleError(what, hint="; ".join(filter(None, hints)))
 
     def check_encodings(self, plan: LoadPlan) -> None:
@@ -355,12 +357,6 @@ class _Match:
             spec = self._chain.blocks[number].placed.spec
             if spec.encoding:
                 check_encoding(spec)
-
-
-def _counted(what: str, names: Sequence[str]) -> list[str]:
-    """Return a problem for names, if there are any: how many, and the first of them."""
-    more = f", {len(names) - PROBLEMS_SHOWN_MAX} more" if len(names) > PROBLEMS_SHOWN_MAX else ""
-    return [f"{what} ({len(names)}): {', '.join(map(repr, names[:PROBLEMS_SHOWN_MAX]))}{more}"] if names else []
 
 
 def _settled(
