@@ -130,7 +130,7 @@ def test_a_row_wise_shard_takes_its_rows_from_a_whole_table(tmp_path: Path) -> N
 def test_kernels_without_rows_in_memory_are_refused() -> None:
     ssd = type("SSDTableBatchedEmbeddingBags", (nn.Module,), {})()
     ssd.split_embedding_weights = lambda: []
-    with pytest.raises(UnsupportedError, match="is not supported, found a SSD"):
+    with pytest.raises(UnsupportedError, match=r"kernel of tables \['ebc.t1'\] is not supported, found a SSD"):
         tables_of(nn.ModuleDict({"ebc": sharded(Kernels(Kernel([config("t1", 3, 2, None)], tbe=ssd)))}))
     with pytest.raises(UnsupportedError, match="a lookup of a sharded module has no kernels, found a Linear"):
         tables_of(sharded(nn.Linear(1, 1)))

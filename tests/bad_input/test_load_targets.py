@@ -66,7 +66,6 @@ def test_case_100_first_twenty_and_their_count(small: Crafted) -> None:
     message = not_fitting(small, targets)
     assert "only in this state (50): " in message
     assert message.count("'extra") == 20
-    assert ", 30 more" in message
     assert targets.untouched
 
 

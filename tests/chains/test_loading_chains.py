@@ -162,9 +162,7 @@ def test_layers_that_disagree(tmp_path: Path) -> None:
     full = write(tmp_path, 1, {"user": layer_of({1: row(1)})})
     wider = {"id": torch.tensor([1]), "embedding": torch.zeros(1, DIM + 1), "sum": torch.zeros(1)}
     write(tmp_path, 2, {"user": Layer(wider)}, parents=full.chain)
-    with pytest.raises(
-        asyncckpt.CorruptError, match=r"table 'user' has other columns in its base, step 1.*'embedding'.*float32"
-    ):
+    with pytest.raises(asyncckpt.CorruptError, match=r"other columns in its base, step 1.*'embedding'.*float32"):
         load(tmp_path, 2)
     fewer = {"id": torch.tensor([1]), "embedding": torch.zeros(1, DIM)}
     write(tmp_path, 3, {"user": Layer(fewer)}, parents=full.chain)

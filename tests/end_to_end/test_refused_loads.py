@@ -189,9 +189,7 @@ def test_a_loop_does_not_save_what_a_loader_has_left_half_way(tmp_path: Path, is
     with asyncckpt.Saver(path=tmp_path, tensors=state, durability="none") as saver:
         periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
         for save in (periodic.step, periodic.save_now):
-            with pytest.raises(
-                UsageError, match=r"loading step 5 has failed .* \(call restore\(\) to load a step into"
-            ):
+            with pytest.raises(UsageError, match=r"loading step 5 has failed .* \(call restore\(\) to load"):
                 save(6)
         if is_new:
             state |= {"x": torch.zeros(2), "moody": Moody()}

@@ -115,7 +115,7 @@ def a_rank_cannot_restore(rank: int, folder: Path) -> None:
             ckpt.save_now(step)
     more = {"only here": torch.ones(2)} if rank else {}
     with training.open(folder / "ckpt", **more) as ckpt:
-        with pytest.raises(UsageError if rank == 0 else PeerError, match="step 1 is not the newest"):
+        with pytest.raises(UsageError if rank == 0 else PeerError, match="cannot resume from step 1"):
             ckpt.restore(1)
         with pytest.raises(IncompatibleError if rank else PeerError, match="only here"):
             ckpt.restore(1, discard_newer=True)

@@ -319,7 +319,7 @@ def test_an_empty_state_is_saved_and_loaded(tmp_path: Path) -> None:
         ({"m": {"w": torch.ones(1)}}, r"'m'\['w'\]"),
         ({"w": ShardedTensor("w", None, torch.float32, (2,), (2,), (0,), None)}, "'w' .*no data"),
         ({"o": ShardedObject("o", {"f": [print]}, (1,), (0,))}, r"'o'\['f'\]\[0\]"),
-        ([ShardedObject("o", 1, (1,), (0,)), ShardedObject("o", 2, (1,), (0,))], "twice"),
+        ([ShardedObject("o", 1, (1,), (0,)), ShardedObject("o", 2, (1,), (0,))], "two main replicas"),
         ([box("w", torch.ones(4), (0,), (2,)), box("w", torch.ones(5), (2,), (2,))], "disagree"),
         ([box("w", torch.ones(4), (0,), (2,)), box("w", torch.ones(4).int(), (2,), (2,))], "disagree"),
     ],

@@ -218,10 +218,7 @@ def test_chains_that_do_not_fit_together() -> None:
     full = manifest_of([shard_part(0, 2), shard_part(1, 2)])
     for parts, match in (
         ([shard_part(0, 2, whole=False)], "saved by another number of ranks"),
-        (
-            [shard_part(1, 2, whole=False), shard_part(0, 2, whole=False)],
-            "holds another shard than in its base, step 1",
-        ),
+        ([shard_part(1, 2, whole=False), shard_part(0, 2, whole=False)], "another shard than in its base, step 1"),
     ):
         with pytest.raises(CorruptError, match=match):
             contents_of(Chain((manifest_of(parts, step=2, parent=full), full)))
