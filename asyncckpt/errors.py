@@ -68,7 +68,7 @@ class Words(str):
 def _shown(value: Any) -> str:
     if not isinstance(value, type) or value is type(None):
         return _shortened(repr(None if value is type(None) else value))
-    return f"{'an' if value.__name__[0] in 'AEIOUaeiou' else 'a'} {value.__name__}"
+    return f"{'an' if value.__name__[:1] in 'AEIOUaeiou' else 'a'} {value.__name__}"
 
 
 def _shortened(text: str) -> str:

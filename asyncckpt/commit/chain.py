@@ -138,7 +138,7 @@ class KnownChain:
         except (CorruptError, NotFoundError) as error:
             if not is_compacted and root.manifests.exists(compacted):
                 return True, None  # Since the first look, and retention has taken the other.
-            below = "" if parent == newest else f"of its parent step {parent.step}, "
+            below = "" if parent == newest else f"its own base, step {parent.step}: "
             raise base_lost(newest.step, f"{below}{error}") from error
         return False, head
 

@@ -22,7 +22,7 @@ const pointOf = (step) => state.byStep.get(step);
 function tip(point) {
   const said = [`step ${count(point.step)}`];
   if (point.error) return [...said, "damaged", shown(point.error)];
-  said.push(point.upon === null ? point.kind : `${point.kind} upon ${count(point.upon)}, ${many(point.depth, "delta")} deep`);
+  said.push(point.upon === null ? point.kind : `${point.kind} on ${count(point.upon)}, ${many(point.depth, "delta")} deep`);
   said.push(size(point.bytes));
   if (point.written !== null) {
     said.push(point.stall === null ? "blocking save" : `stall ${lasting(seconds(point.stall))}`);
@@ -111,7 +111,7 @@ function drawSteps() {
     on: { click: () => { state.page += by; drawSteps(); } } });
   at("pages").replaceChildren(...(pages === 1 ? [] : [html("span", { text: `${count(state.page + 1)} of ${count(pages)}` }),
     turn(-1, "Newer", state.page === 0), turn(1, "Older", state.page === pages - 1)]));
-  const heads = [["step", "number"], ["kind", ""], ["upon", "number rare"], ["saved", "rare"], ["size", "number"],
+  const heads = [["step", "number"], ["kind", ""], ["base", "number rare"], ["saved", "rare"], ["size", "number"],
     ["rows", "number rare"], ["stall", "number"], ["written", "number rare"]];
   const cell = (text, kind = "number") => html("td", { class: kind }, text);
   const rows = newestFirst.map((point) => html("tr", { "aria-selected": String(point.step === state.chosen), "data-step": point.step,
@@ -137,11 +137,11 @@ function drawDetails() {
   if (point.upon !== null) {
     const chain = [];
     for (let below = point.upon; below !== null && chain.length < 6; below = pointOf(below)?.upon ?? null) chain.push(below);
-    row("builds upon", ...chain.map((step) => (pointOf(step) ? html("button", { type: "button", text: count(step),
+    row("bases", ...chain.map((step) => (pointOf(step) ? html("button", { type: "button", text: count(step),
       on: { click: () => choose(pointOf(step)) } }) : `${count(step)} (not here) `)), point.depth > chain.length ? `and ${count(point.depth - chain.length)} more, down to ${count(point.root)}` : "");
   }
   const above = state.all.filter((other) => other.upon === point.step);
-  if (above.length) row("built upon by", ...above.slice(0, 6).map((other) => html("button", { type: "button", text: count(other.step), on: { click: () => choose(other) } })), above.length > 6 ? `and ${above.length - 6} more` : "");
+  if (above.length) row("base of", ...above.slice(0, 6).map((other) => html("button", { type: "button", text: count(other.step), on: { click: () => choose(other) } })), above.length > 6 ? `and ${above.length - 6} more` : "");
   row("committed", point.created === null ? "unknown" : clock(point.created));
   row("size", `${size(point.bytes)} in ${many(point.files, "file")}`);
   row("holds", [many(point.tensors, "tensor"), ...(point.tables.length ? [`${count(point.rows)} table rows`] : []),
