@@ -20,13 +20,14 @@ MODULES_OF_A_SAVE = 147  # Of the package, loaded by `import asyncckpt.saver` an
 DOORS = ("adapters", "cli", "dcp", "embcache", "formats", "integrations", "observe", "strategies", "testing")
 FIRST = "when features had left the way of a save"
 ATTACKED = "mends of what attacks on the plain path found"
-EXPERIMENTAL = "what has never met its real counterpart says so where it is imported"
 MODULES = "what modules hold has moved from adapters/ to modules/, for the core imports no door"
+FILTERS = "filters that join tables, or that no load takes, are refused"
+WORLDS = "scaffolds that tests share are in tests/worlds/, and one test holds the language"
 BUDGET = {
-    "lines of the core": {FIRST: 48_054, ATTACKED: 46, MODULES: 1_076},
-    "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059, EXPERIMENTAL: 6},
+    "lines of the core": {FIRST: 48_054, ATTACKED: 46, MODULES: 1_076, FILTERS: 7},
+    "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_253, ATTACKED: 153, MODULES: 42, EXPERIMENTAL: 18},
+    "lines of tests": {FIRST: 107_253, ATTACKED: 153, MODULES: 42, WORLDS: -359},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }
