@@ -81,6 +81,7 @@ def test_rounds_go_there_and_back(round_index: int) -> None:
     assert list(gpu._in_turn("abc", round_index)) == (["a", "b", "c"], ["c", "b", "a"])[round_index]
 
 
+@pytest.mark.slow
 def test_what_was_measured_before_a_cut_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(*arguments: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
