@@ -301,8 +301,8 @@ class CheckpointMixin:
         if step not in steps:
             raise UsageError(f"there is no step {step} in {str(directory)!r}", found=steps)
         if directory == own and step != steps[-1] and not self._discard_newer:
-            what = f"step {step} is not the newest in {str(directory)!r}, and two histories do not go into one"
-            raise UsageError(what, found=steps, hint="Trainer(..., discard_newer=True) removes what was saved after")
+            what = f"cannot resume from step {step}: {str(directory)!r} holds newer ones, up to step {steps[-1]}"
+            raise UsageError(what, hint="Trainer(..., discard_newer=True) deletes what was saved after it")
         return _Resumed(directory, step, source)
 
     def _check_unused(self) -> None:
