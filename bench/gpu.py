@@ -69,7 +69,8 @@ def run_gpu(
     rounds = 1 if smoke else rounds
     cases = _cases(large, smoke=smoke)
     written = SaveCase("written", 100, min(large, GIB) // 100 // 4 * 4)
-    source, pinned = bench.empty(2 * large).fill_(1), bench.pinned(large)
+    largest = max(case.bytes for case in cases)
+    source, pinned = bench.empty(2 * largest).fill_(1), bench.pinned(largest)
     loop = _loop(bench, smoke=smoke)
     library, why_not = usable_library() if bench.is_cuda else (None, "the host stands in for the device")
     if library is None:

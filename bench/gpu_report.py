@@ -46,9 +46,6 @@ class GpuFigures:
     def loops_of(self, case: str, way: str) -> list[LoopFigures]:
         return [one for one in self.loops if (one.case, one.way) == (case, way)]
 
-    def host_ms(self, case: str, way: str) -> float:
-        return median_of(one.host_seconds * 1e3 for one in self.loops_of(case, way))
-
     def lost_ratio(self, case: str, way: str) -> float:
         """Time lost against the floor of the same round: to the host, or with scratch memory within the device."""
         return self._ratio(case, way, lambda one: one.lost_seconds)
@@ -93,11 +90,6 @@ def targets_of(figures: GpuFigures) -> list[Target]:
     cases = [case.name for case in figures.cases if case.name != "10,000 of 512 KiB"]
     on_device, to_host = (figures.gather_speed(512, 0.1, way) for way in ("device", "host"))
     return [
-        *(Target(f"{small}, {way}: host blocked ms", figures.host_ms(small, way), 1.0) for way in (STRAIGHT, SCRATCH)),
-        *(
-            Target(f"{state}: host in the call, ms", figures.host_call_ms(state), 0.4 if count < 1000 else 1.0)
-            for state, count in {one.state: one.count for one in figures.host}.items()
-        ),
         Target("copies behind the step: time lost / one copy to the host", figures.steps_ratio(lost), 0.05),
         *(
             Target(f"{case}: device time lost / one copy to the host", figures.lost_ratio(case, STRAIGHT), 1.1)

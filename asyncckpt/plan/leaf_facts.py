@@ -1,9 +1,9 @@
 """The facts of leaves: everything that the image depends on, and everything that makes a raw copy safe.
 
-Type, shape, dtype, whether it is dense, on the host or a view that stands for other values; for anything but plain host
-memory also strides, device, layout and conjugation. They are read by torch's own calls, some tensors at a time: then
-what one call has brought into the processor's caches is there for the next ones, and few tuples live at once, thousands
-of which would start a full garbage collection.
+Type, shape, dtype, device, whether it is dense or a view that stands for other values; for anything but plain memory
+also strides, layout and conjugation. They are read by torch's own calls, some tensors at a time: then what one call has
+brought into the processor's caches is there for the next ones, and few tuples live at once, thousands of which would
+start a full garbage collection.
 
 Tensors may change at any moment, on other threads and in signal handlers. So their storages are read, and held, before
 the facts, and their addresses after these: an address within a storage that is held is that of memory which stays.
@@ -27,7 +27,7 @@ from asyncckpt.plan.state import FlatState
 
 _AT_A_TIME = 256
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
-_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+_dtype, _device = attrgetter("dtype"), attrgetter("device")
 # What is raised for what is no tensor, or one of a kind that has no sizes, strides or memory.
 _NOT_THERE = (AttributeError, RuntimeError, TypeError, ValueError)
 _size, _is_dense, _is_neg = torch.Tensor.size, torch.Tensor.is_contiguous, torch.Tensor.is_neg
@@ -126,14 +126,14 @@ def _facts(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     else:
         types = [torch.Tensor if kind in PLAIN_TENSORS else kind for kind in types]
     dtypes, are_dense = list(map(_dtype, tensors)), list(map(_is_dense, tensors))
-    are_on_host, are_negated = list(map(_is_cpu, tensors)), list(map(_is_neg, tensors))
-    are_plain = all(are_dense) and all(are_on_host) and _COMPLEX.isdisjoint(dtypes)
+    devices, are_negated = list(map(_device, tensors)), list(map(_is_neg, tensors))
+    are_plain = all(are_dense) and _COMPLEX.isdisjoint(dtypes)
     others = {
-        number: (tensor.stride(), tensor.device, tensor.layout, tensor.is_conj(), is_transformed(tensor))
+        number: (tensor.stride(), tensor.layout, tensor.is_conj(), is_transformed(tensor))
         for number, tensor in enumerate(() if are_plain else tensors)
-        if not are_dense[number] or not are_on_host[number] or dtypes[number] in _COMPLEX
+        if not are_dense[number] or dtypes[number] in _COMPLEX
     }
-    return list(map(_size, tensors)), dtypes, are_dense, types, are_on_host, are_negated, others
+    return list(map(_size, tensors)), dtypes, are_dense, types, devices, are_negated, others
 
 
 def _places(tensors: Sequence[torch.Tensor], facts: Sequence[tuple[Any, ...]] | None) -> Places | None:
