@@ -120,7 +120,10 @@ def try_case(
     case: RunCase, doors: Mapping[str, Door] = DOORS, *, is_wrapped: tuple[bool, bool] = (True, True)
 ) -> Tried:
     plain = (False, False)
-    wanted = go_through(case, TORCH_SAVE_EXACT, is_wrapped=plain)
+    try:
+        wanted = go_through(case, TORCH_SAVE_EXACT, is_wrapped=plain)
+    except Exception as error:
+        raise NoCase(f"torch does not train it: {case}") from error
     if wanted.error is not None:
         raise NoCase(f"torch.save's own way fails: {case}") from wanted.error
     try:

@@ -27,7 +27,7 @@ BUDGET = {
     "lines of the core": {FIRST: 48_054, ATTACKED: 46, MODULES: 1_076, FILTERS: 7},
     "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_253, ATTACKED: 153, MODULES: 42, WORLDS: -357},
+    "lines of tests": {FIRST: 107_253, ATTACKED: 153, MODULES: 42, WORLDS: -354},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }
