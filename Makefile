@@ -52,6 +52,8 @@ PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
 SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
 TORCHREC := .torchrec
 TORCHREC_READY := $(TORCHREC)/.ready
+LOWBIT := .lowbit
+LOWBIT_READY := $(LOWBIT)/.ready
 INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_BIN := $(INTEGRATIONS_VENV)/bin
 INTEGRATIONS_READY := $(INTEGRATIONS_VENV)/.ready
@@ -80,7 +82,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-oracles test-delays test-torchrec test-integrations test-megatron test-experimental test-cloud \
+.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-oracles test-delays test-lowbit test-torchrec test-integrations test-megatron test-experimental test-cloud \
 	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -129,6 +131,9 @@ test-oracles: $(READY) ## 400 random states through every door of ours, beside t
 test-delays: $(READY) ## the suite with threads, jobs and tasks that begin and end late at random; prints its seed
 	@echo "make test-delays SEED=$(SEED) draws the same delays"
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_DELAYS=$(SEED) $(PYTEST) -p tests.delays $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
+
+test-lowbit: $(LOWBIT_READY) ## trainings with low-bit tensors of torchao and bitsandbytes, which lie in .lowbit, saved and resumed
+	TORCHDYNAMO_DISABLE=1 PYTHONPATH=$(CURDIR)/$(LOWBIT) $(PYTEST) tests/lowbit $(PARALLEL) $(ARGS)
 
 test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, which lie in .torchrec
 	PYTHONPATH=$(CURDIR)/$(TORCHREC) $(PYTEST) tests/torchrec $(PARALLEL) $(ARGS)
@@ -180,11 +185,11 @@ matrix: ## installs the wheel beside each Python and torch that can be had here,
 
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC)/*' -not -path './$(INTEGRATIONS_VENV)/*' \
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC)/*' -not -path './$(LOWBIT)/*' -not -path './$(INTEGRATIONS_VENV)/*' \
 		-not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv, .venv-integrations, .venv-wheel, .venv-docs, .torchrec and .megatron
-	rm -rf $(VENV) $(INTEGRATIONS_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(TORCHREC) $(MEGATRON)
+distclean: clean ## also .venv, .venv-integrations, .venv-wheel, .venv-docs, .lowbit, .torchrec and .megatron
+	rm -rf $(VENV) $(INTEGRATIONS_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(LOWBIT) $(TORCHREC) $(MEGATRON)
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -206,6 +211,12 @@ $(GPU_FOLDER)/.ready: pyproject.toml $(CORE_SOURCES) $(shell find asyncckpt -nam
 	touch $@
 
 gpu-package: $(GPU_FOLDER)/.ready
+
+# Neither brings a torch along, if it is told not to.
+$(LOWBIT_READY): $(READY) Makefile
+	rm -rf $(LOWBIT)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(LOWBIT) 'torchao==0.18.0' 'bitsandbytes==0.50.2'
+	touch $@
 
 # TorchRec would bring FBGEMM for a GPU, and that another torch. So what it needs is chosen here, and lies beside .venv,
 # whose torch has to be the one for which this FBGEMM was built: the one that TORCH names unless it is set.

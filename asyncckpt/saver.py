@@ -47,6 +47,7 @@ from asyncckpt.options import (
     UploadOptions,
 )
 from asyncckpt.pipeline.filters import identity
+from asyncckpt.plan.leaf_memory import check_kinds
 from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import check_timeout, uninterrupted, wait_until_done
 from asyncckpt.storage.folder import check_place
@@ -158,6 +159,7 @@ class Saver(Closing):
                 exact_modes=self._exact_modes,
             )
             check_all_taken(asked.state, asked.tables.values(), hint=LEFT_OUT_HINT)
+            check_kinds(asked.state)
             features = make_features(asked)
         self._errors, self._counts, self._calls = OpenFutures(), SaveCounts(), RunningCalls()
         self._closed, self._pid = False, os.getpid()

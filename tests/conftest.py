@@ -143,6 +143,7 @@ def left_out(config: pytest.Config) -> dict[Path, str]:
     reasons = {
         TESTS / "gpu": device.why_none(),
         TESTS / "integrations": "" if find_spec("transformers") else "no transformers here: make test-integrations",
+        TESTS / "lowbit": "" if find_spec("torchao") else "no torchao here: make test-lowbit",
         TESTS / "torchrec": "" if find_spec("torchrec") else "no torchrec here: make test-torchrec",
     }
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]

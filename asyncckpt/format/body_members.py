@@ -16,8 +16,14 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
 from asyncckpt.format.module_facts import ModuleFacts, decode_facts, encode_facts, matter_to_readers
 from asyncckpt.format.strict_json import Fields, Json, dumps
-from asyncckpt.format.tree import Node, Path, decode_key, encode_key, holds_typed_mappings
-from asyncckpt.format.values import MAPPINGS
+from asyncckpt.format.tree import (
+    Node,
+    Path,
+    decode_key,
+    encode_key,
+    kinds_in,
+)
+from asyncckpt.format.values import COMPOSITE, MAPPINGS, TYPED_MAPPINGS
 from asyncckpt.model.sharing import SharedMemory, SharedView, Sharing, TiedLeaf
 
 ENCODING = "encoding"
@@ -26,7 +32,7 @@ BOXES = "boxes"
 TIED = "tied"
 MODULES = "modules"
 MAPPING_KINDS = "mappings"
-BODY_FEATURES = frozenset({ENCODING, PAD, BOXES, TIED, MODULES, MAPPING_KINDS})
+BODY_FEATURES = frozenset({ENCODING, PAD, BOXES, TIED, MODULES, MAPPING_KINDS, COMPOSITE})
 
 
 def encode_modules(tree: Node) -> bytes:
@@ -63,7 +69,7 @@ def _state_dicts(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
     if node[0] == "state":
         yield from _state_dicts(node[1], path)
     elif node[0] in MAPPINGS:
-        if len(node) == 4:
+        if len(node) == 4 and node[0] != COMPOSITE:
             yield path, node
         for key, child in zip(node[1], node[2], strict=True):
             if len(child) > 1:
@@ -80,7 +86,7 @@ def _with_facts(node: Node, path: Path, found: dict[Path, ModuleFacts]) -> Node:
     if node[0] == "state":
         return ("state", _with_facts(node[1], path, found))
     if node[0] in MAPPINGS:
-        own = (found.pop(path),) if path in found else ()
+        own = (found.pop(path),) if path in found else node[3:]
         pairs = zip(node[1], node[2], strict=True)
         return (node[0], node[1], tuple(_with_facts(child, (*path, key), found) for key, child in pairs), *own)
     children = (_with_facts(child, (*path, ("int", index)), found) for index, child in enumerate(node[1]))
@@ -140,5 +146,10 @@ def features_of_sharing(sharing: Sharing) -> frozenset[str]:
 
 def features_of_tree(tree: Node) -> frozenset[str]:
     """Return the same of a tree. To a reader that does not know of versions, each module is older than all of them."""
-    uses = {MODULES: must_be_known(tree), MAPPING_KINDS: holds_typed_mappings(tree)}
+    kinds = kinds_in(tree)
+    uses = {
+        MODULES: must_be_known(tree),
+        MAPPING_KINDS: not TYPED_MAPPINGS.isdisjoint(kinds),
+        COMPOSITE: COMPOSITE in kinds,
+    }
     return frozenset(name for name, used in uses.items() if used)

@@ -6,6 +6,7 @@ A node is a nested tuple, cheap to compare, so that a plan is reused while the t
     ("dict", keys, children)                 keys: str, or (type name, value) for int, bool, float, None
     ("ordered", keys, children)              the same, of an OrderedDict; of other kinds, see values.py
     (kind, keys, children, facts)            the state dict of a module, see module_facts.py
+    ("composite", keys, children, facts)     a tensor whose values are in others, see composite.py
     ("list", children), ("tuple", children)
     ("state", child)                         an object with state_dict(); child is that dict
 
@@ -14,15 +15,17 @@ Leaves are numbered in depth-first order, values in one sequence, all others in 
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format import limits
+from asyncckpt.format.composite import INNER_TENSORS_MAX, decode_composite
 from asyncckpt.format.module_facts import facts_of, implied_modules, metadata_of_facts
 from asyncckpt.format.strict_json import Json, shown
-from asyncckpt.format.values import MAPPING_OF_TAG, MAPPINGS, TYPED_MAPPINGS, made_mapping
+from asyncckpt.format.values import COMPOSITE, MAPPING_OF_TAG, MAPPINGS, TYPED_MAPPINGS, made_mapping
 
 TENSOR = ("tensor",)
 ARRAY = ("array",)
@@ -31,6 +34,7 @@ VALUE = ("value",)
 Node = tuple[Any, ...]
 Key = Any  # str, or (type name, value)
 Path = tuple[Key, ...]
+Compose = Callable[[str, dict[str, Any]], Any]  # Makes a composite of its facts and inner tensors.
 
 _RESERVED_NAMES = ("__metadata__",)  # Of safetensors.
 _LEAVES = {"t": TENSOR, "a": ARRAY, "n": SCALAR, "v": VALUE}
@@ -111,10 +115,26 @@ def metadata_in(state: Any) -> dict[str, Any] | None:
     return dict(found.items()) if isinstance(found, Mapping) else None
 
 
+def composites(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Return composites with their paths, also those within others, in depth-first order."""
+    if node[0] == COMPOSITE:
+        yield prefix, node
+    if node[0] == "state":
+        yield from composites(node[1], prefix)
+    elif len(node) > 1:
+        is_dict = node[0] in MAPPINGS
+        keys = node[1] if is_dict else [("int", index) for index in range(len(node[1]))]
+        for key, child in zip(keys, node[2] if is_dict else node[1], strict=True):
+            if len(child) > 1:
+                yield from composites(child, (*prefix, key))
+
+
 def module_metadata(node: Node) -> OrderedDict[str, dict[str, Any]] | None:
     """Return the `_metadata` of a state dict; None: it has none."""
     node = state_dict_of(node)
-    return None if len(node) < 4 else metadata_of_facts(node[3], node[1], owner="_metadata of a state dict")
+    if len(node) < 4 or node[0] == COMPOSITE:
+        return None
+    return metadata_of_facts(node[3], node[1], owner="_metadata of a state dict")
 
 
 def metadata_for(own: Node, stored: Node) -> Any:
@@ -135,12 +155,12 @@ def mapping_node(kind: str, keys: Sequence[Key], children: Sequence[Node], metad
     return node if metadata is None else (*node, facts_of(metadata, keys, owner="a state dict"))
 
 
-def holds_typed_mappings(node: Node) -> bool:
-    """Return whether a node is, or holds, a mapping that a reader must know."""
+def kinds_in(node: Node) -> set[str]:
+    """Return the kinds of a node and of all that it holds, but those of leaves."""
     if len(node) == 1:
-        return False
+        return set()
     below = node[1:2] if node[0] == "state" else node[2] if node[0] in MAPPINGS else node[1]
-    return node[0] in TYPED_MAPPINGS or any(len(child) > 1 and holds_typed_mappings(child) for child in below)
+    return {node[0]}.union(*(kinds_in(child) for child in below if len(child) > 1))
 
 
 def descend(node: Node, path: Path) -> Node | None:
@@ -169,7 +189,7 @@ def encode_tree(node: Node, *, _path: Path = ()) -> Json:
             raise UsageError(f"state {path_name(_path)!r} has a key twice", found=str(node[1])[:200])
         pairs = zip(node[1], node[2], strict=True)
         children = [[encode_key(key, _path), encode_tree(child, _path=(*_path, key))] for key, child in pairs]
-        return {MAPPINGS[node[0]]: children}
+        return {MAPPINGS[node[0]]: [json.loads(node[3]), children] if node[0] == COMPOSITE else children}
     if node[0] == "state":
         return {"s": encode_tree(node[1], _path=(*_path, "state_dict()"))}
     children = [encode_tree(child, _path=(*_path, ("int", index))) for index, child in enumerate(node[1])]
@@ -189,8 +209,12 @@ def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
         if type(body) is list and kind in ("l", "u"):
             children = tuple(decode_tree(item, owner=owner, _depth=_depth + 1) for item in body)
             return ("list" if kind == "l" else "tuple", children)
+        facts: tuple[str, ...] = ()
+        if kind == COMPOSITE and type(body) is list and len(body) == 2:
+            facts, body = (decode_composite(body[0], owner=owner).text(),), body[1]
         if (
             type(body) is list
+            and (kind != COMPOSITE or (facts and len(body) <= INNER_TENSORS_MAX))
             and kind in MAPPING_OF_TAG
             and all(type(pair) is list and len(pair) == 2 for pair in body)
         ):
@@ -198,21 +222,32 @@ def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
             if len(set(keys)) != len(keys):
                 raise CorruptError(f"{owner} holds a tree with the same key twice", found=str(keys)[:200])
             children = tuple(decode_tree(child, owner=owner, _depth=_depth + 1) for _, child in body)
-            return (MAPPING_OF_TAG[kind], keys, children)
+            return (MAPPING_OF_TAG[kind], keys, children, *facts)
     raise CorruptError(f"{owner} holds a tree node of no known form", found=shown(value))
 
 
-def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
-    """Return the nested containers of a node, filled with leaves taken in order."""
+def rebuild(
+    node: Node,
+    tensors: Iterator[Any],
+    values: Iterator[Any],
+    compose: Compose = lambda facts, inner: inner,
+) -> Any:
+    """Return the nested containers of a node, filled with leaves taken in order.
+
+    compose: returns a composite of these facts and inner tensors; else it is a dict of them.
+    """
     if len(node) == 1:
         return next(values if node is VALUE else tensors)
     if node[0] in MAPPINGS:
-        pairs = ((key_value(key), rebuild(child, tensors, values)) for key, child in zip(node[1], node[2], strict=True))
+        below = (rebuild(child, tensors, values, compose) for child in node[2])
+        pairs = zip(map(key_value, node[1]), below, strict=True)
+        if node[0] == COMPOSITE and len(node) == 4:
+            return compose(node[3], dict(pairs))
         metadata = None if node[0] in TYPED_MAPPINGS else module_metadata(node)
         return made_mapping(node[0], pairs) if metadata is None else with_metadata(pairs, metadata)
     if node[0] == "state":
-        return rebuild(node[1], tensors, values)
-    children = [rebuild(child, tensors, values) for child in node[1]]
+        return rebuild(node[1], tensors, values, compose)
+    children = [rebuild(child, tensors, values, compose) for child in node[1]]
     return children if node[0] == "list" else tuple(children)
 
 

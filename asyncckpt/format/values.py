@@ -45,16 +45,18 @@ _FACTORIES: dict[str, Callable[[], Any] | None] = {
     **{kind.__name__: kind for kind in (Counter, OrderedDict)},
     "None": None,
 }
+COMPOSITE = "composite"  # In trees alone: a tensor by its inner ones (composite.py).
 # With what stands for them in the JSON of a tree.
 MAPPINGS = {
     "dict": "d",
     "ordered": "o",
     "counter": "c",
     **{f"default {name}": f"default {name}" for name in _FACTORIES},
+    COMPOSITE: COMPOSITE,
 }
 MAPPING_OF_TAG = {tag: kind for kind, tag in MAPPINGS.items()}
 # A reader must know these by name.
-TYPED_MAPPINGS = frozenset(MAPPINGS) - {"dict", "ordered"}
+TYPED_MAPPINGS = frozenset(MAPPINGS) - {"dict", "ordered", COMPOSITE}
 
 
 def mapping_kind(value: Mapping[Any, Any]) -> str:
@@ -71,7 +73,7 @@ def mapping_kind(value: Mapping[Any, Any]) -> str:
 
 def made_mapping(kind: str, pairs: Iterable[tuple[Any, Any]]) -> Any:
     """Return a mapping of a kind."""
-    if kind == "dict":
+    if kind in ("dict", COMPOSITE):
         return dict(pairs)
     if kind == "ordered":
         return OrderedDict(pairs)
@@ -173,7 +175,7 @@ def _decode_tagged(kind: str, body: Json, owner: str, depth: int) -> Any:
         return tuple(decode_value(item, owner=owner, _depth=depth) for item in body)
     if kind in _OF_ITEMS or kind in ("dtype", "device"):
         return _decode_typed(kind, body, owner, depth)
-    if kind in MAPPINGS and type(body) is list:
+    if kind in MAPPINGS and kind != COMPOSITE and type(body) is list:
         pairs = (
             (decode_value(key, owner=owner, _depth=depth), decode_value(item, owner=owner, _depth=depth))
             for key, item in body

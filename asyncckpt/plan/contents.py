@@ -32,7 +32,7 @@ from asyncckpt.format.tree import (
     tensor_paths,
     unique_names,
 )
-from asyncckpt.format.values import MAPPINGS, decode_value
+from asyncckpt.format.values import COMPOSITE, MAPPINGS, decode_value
 from asyncckpt.model.sharing import SharedView
 from asyncckpt.model.table import Role
 from asyncckpt.plan.stored_tables import StoredTable, stored_tables
@@ -217,7 +217,9 @@ def joined_tree(trees: Sequence[Node]) -> Node:
 
 
 def _joined(first: Node, second: Node) -> Node:
-    if first == second or (first[0] != second[0] and not {first[0], second[0]}.issubset(MAPPINGS)):
+    if first == second or COMPOSITE in (first[0], second[0]):
+        return first
+    if first[0] != second[0] and not {first[0], second[0]}.issubset(MAPPINGS):
         return first
     if first[0] == "state":
         return ("state", _joined(first[1], second[1]))

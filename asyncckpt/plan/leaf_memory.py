@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -32,7 +32,9 @@ from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.tree import tensor_names, tensor_paths
 from asyncckpt.model.sharing import NOTHING_SHARED, SharedMemory, SharedView, Sharing, TiedLeaf
 from asyncckpt.native import U64
-from asyncckpt.plan.state import FlatState
+from asyncckpt.plan.module_state import PLAIN_TENSORS, tensors_of
+from asyncckpt.plan.sharded_leaves import as_sharded
+from asyncckpt.plan.state import STATE_DEPTH_MAX, FlatState, is_composite_leaf
 
 if TYPE_CHECKING:
     from asyncckpt.plan.leaf_facts import LeafMemory
@@ -60,19 +62,46 @@ def check_leaf(tensor: torch.Tensor, name: str) -> None:
             f"tensor {name!r} is one of a transform of torch.func, which has no memory",
             hint="save outside of it, and what it returns",
         )
+    check_kind(tensor, name)
+    stored_dtype(tensor.dtype, owner=name)
+    check_extent(tensor, name)
+
+
+def check_kind(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor whose memory is not its values; UnsupportedError naming it."""
+    kind = type(tensor)
     if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
         raise UnsupportedError(
             f"tensor {name!r} is of a subclass whose storage is not its value",
             found=Words(f"{kind.__module__}.{kind.__qualname__}"),
-            hint="save what it is made of, for example DTensor.to_local()",
+            hint="save what it is made of, such as DTensor.to_local()",
         )
     if tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_nested:
         found = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise UnsupportedError(
             f"tensor {name!r} has a layout that cannot be saved", found=found, hint="save its parts as dense tensors"
         )
-    stored_dtype(tensor.dtype, owner=name)
-    check_extent(tensor, name)
+
+
+def check_kinds(value: Any, path: tuple[Any, ...] = ()) -> None:
+    """Refuse tensors that no save takes, where they can be seen without asking an object for its state.
+
+    UnsupportedError naming one. So a job ends when its Saver is made, not when it has trained until the first save.
+    """
+    if isinstance(value, torch.nn.Module):
+        value = tensors_of(value)
+    if isinstance(value, torch.Tensor):
+        if type(value) not in PLAIN_TENSORS and (
+            is_composite_leaf(value, path) or as_sharded(value, salt="") is not None
+        ):
+            return
+        check_kind(value, ".".join(map(str, path)))
+    elif type(value) in (dict, OrderedDict) and len(path) <= STATE_DEPTH_MAX:
+        for key, item in value.items():
+            check_kinds(item, (*path, key))
+    elif type(value) in (list, tuple) and len(path) <= STATE_DEPTH_MAX:
+        for index, item in enumerate(value):
+            check_kinds(item, (*path, index))
 
 
 def check_leaves(flat: FlatState) -> None:

@@ -36,7 +36,7 @@ from asyncckpt.format.tree import (
     state_dict_of,
     unique_names,
 )
-from asyncckpt.format.values import MAPPINGS
+from asyncckpt.format.values import COMPOSITE, MAPPINGS
 from asyncckpt.model.table import Table
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
@@ -227,7 +227,7 @@ def _renamed_tree(node: Node, path: Path, new: Mapping[Path, Key], odd: Mapping[
     if node[0] in ("list", "tuple"):
         children = [_renamed_tree(child, (*path, ("int", index)), new, odd) for index, child in enumerate(node[1])]
         return (node[0], tuple(children))
-    if node[0] not in MAPPINGS:
+    if node[0] not in MAPPINGS or node[0] == COMPOSITE:
         return node
     keys = [new.get((*path, key), key) for key in node[1]]
     children = [_renamed_tree(child, (*path, key), new, odd) for key, child in zip(node[1], node[2], strict=True)]

@@ -17,7 +17,8 @@ from asyncckpt.errors import IncompatibleError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import check_encoding
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import Path, path_name
+from asyncckpt.format.tree import Compose, Path, kinds_in, path_name
+from asyncckpt.format.values import COMPOSITE
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
@@ -80,7 +81,8 @@ class TableLoadPlan:
 @dataclass(frozen=True)
 class LoadPlan:
     """All that is loaded. metadata: of modules and `state_dicts`. not_given: see loaded_modules.py. apart: targets that
-    overlap, see overlapping_targets.py. is_empty: nothing of what the targets ask for.
+    overlap, see overlapping_targets.py. compose: makes composites of the states of objects, by the paths of these.
+    is_empty: nothing of what the targets ask for.
     """
 
     dense: tuple[DenseLoad, ...]
@@ -93,6 +95,7 @@ class LoadPlan:
     not_given: Mapping[Path, Collection[str]] = field(default_factory=dict)
     state_dicts: tuple[Rebuilt, ...] = ()
     apart: tuple[Apart, ...] = ()
+    compose: Mapping[Path, Compose] = field(default_factory=dict)
     is_empty: bool = False
 
     def of_apart(self) -> LoadPlan:
@@ -160,6 +163,13 @@ def make_load_plan(
         else:
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     objects = match.objects(dense)
+    compose: Mapping[Path, Compose] = {}
+    if targets.composites or COMPOSITE in kinds_in(contents.tree):
+        from asyncckpt.plan.composite_tensors import CompositeLoads  # Few states hold any.
+
+        composites = CompositeLoads(contents, targets, objects, [(load.target, load.source) for load in dense])
+        match.problems += composites.problems
+        compose = composites.compose
     modules = None
     if targets.state_dicts or any(item.is_module for item in objects):
         modules = ModuleSources(objects, answer, contents, targets)
@@ -192,6 +202,7 @@ def make_load_plan(
         unexpected=tuple(unexpected),
         info=answer,
         apart=apart,
+        compose=compose,
         is_empty=not (chosen or planned or objects or contents.values.keys() & targets.values)
         and bool(tables or targets.in_place or targets.rebuilt or targets.values),
     )

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,13 +41,16 @@ from asyncckpt.format.tree import (
     tensor_names,
     tensor_paths,
 )
-from asyncckpt.format.values import MAPPINGS
+from asyncckpt.format.values import COMPOSITE, MAPPINGS
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.leaf_memory import check_leaf, overlaps_itself, span
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.state import FlatState, flatten
 from asyncckpt.plan.wrapped_names import outer_prefix
+
+if TYPE_CHECKING:
+    from asyncckpt.plan.composite_tensors import OfComposite, Parts
 
 T = TypeVar("T")
 _ADDRESSED = ("cpu", "cuda")  # Addresses on other devices mean nothing here.
@@ -103,7 +106,7 @@ class Rebuilt:
 
     tensors, values: what stands at the leaves of its state dict now, by their paths in `tree`, the whole state's.
     wrapped, prefix: what the module's own state dict, and that of the wrapper around it, call each name
-    (wrapped_names.py).
+    (wrapped_names.py). composites: those in its state, by their paths.
     """
 
     path: Path
@@ -113,6 +116,7 @@ class Rebuilt:
     values: dict[Path, Any] = field(default_factory=dict)
     wrapped: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
+    composites: dict[Path, tuple[torch.Tensor, Parts]] = field(default_factory=dict)
 
     @property
     def is_module(self) -> bool:
@@ -126,7 +130,7 @@ class DenseTargets:
 
     scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can write
     to; the caller gets them back as values. leaf_paths: those of all tensors in the state, in its order. state_dicts:
-    those of torch that say something of modules, outside of objects.
+    those of torch that say something of modules, outside of objects. composites: see `flatten`.
     """
 
     in_place: tuple[InPlace, ...]
@@ -136,6 +140,7 @@ class DenseTargets:
     scalars: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     leaf_paths: tuple[Path, ...] = ()
     state_dicts: tuple[Rebuilt, ...] = ()
+    composites: tuple[OfComposite, ...] = ()
 
     @cached_property
     def _owners(self) -> dict[Path, Rebuilt]:
@@ -181,7 +186,8 @@ def dense_targets(
 
     parts: further objects by their paths, which load what is there. There may be nothing yet.
     """
-    flat = flatten(state)
+    composites: list[OfComposite] = []
+    flat = flatten(state, composites=composites)
     _check_lasting(flat)
     owners = _rebuilt(flat, state)
     owners |= {path: Rebuilt(path=path, owner=part, tree=descend(flat.tree, path) or VALUE) for path, part in parts}
@@ -189,6 +195,9 @@ def dense_targets(
     outside: list[Path] = []
     scalars: dict[str, np.ndarray[Any, Any]] = {}
     names = tensor_names(flat.tree, tables=tables)
+    for path, tensor, inner in composites:
+        if (owner := owner_of(path, owners)) is not None:
+            owner.composites[path] = tensor, inner
     values = iter(flat.values)
     number = -1
     for path, node in leaves(flat.tree):
@@ -213,12 +222,21 @@ def dense_targets(
     empty = tuple(path for path in empty_paths(flat.tree) if path and owner_of(path, owners) is None)
     paths = tuple(tensor_paths(flat.tree))
     state_dicts = tuple(_state_dicts(state, flat.tree, ()))
-    return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths, state_dicts)
+    return DenseTargets(
+        in_place=tuple(in_place),
+        rebuilt=tuple(owners.values()),
+        values=tuple(outside),
+        empty=empty,
+        scalars=scalars,
+        leaf_paths=paths,
+        state_dicts=state_dicts,
+        composites=tuple(composites),
+    )
 
 
 def _state_dicts(own: Any, node: Node, path: Path) -> Iterator[Rebuilt]:
     """Return the state dicts of torch in a state, with their tensors. node: the state's."""
-    if len(node) == 4:
+    if len(node) == 4 and node[0] != COMPOSITE:
         tensors = {
             (*path, key): own[key_value(key)] for key, child in zip(node[1], node[2], strict=True) if child == TENSOR
         }
@@ -226,7 +244,7 @@ def _state_dicts(own: Any, node: Node, path: Path) -> Iterator[Rebuilt]:
     elif node[0] in ("list", "tuple"):
         for index, child in enumerate(node[1]):
             yield from _state_dicts(own[index], child, (*path, ("int", index)))
-    elif node[0] in MAPPINGS:
+    elif node[0] in MAPPINGS and node[0] != COMPOSITE:
         for key, child in zip(node[1], node[2], strict=True):
             if len(child) > 1:
                 yield from _state_dicts(own[key_value(key)], child, (*path, key))

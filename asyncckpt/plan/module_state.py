@@ -70,19 +70,30 @@ def state_of(owner: Any) -> Any:
     return owner.state_dict()
 
 
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the live tensors of a module that need not be asked; of any other none."""
+    reader = _Reader()
+    try:
+        reader.read(module, "")
+    except (_Unusual, TypeError):
+        return {}
+    return dict(reader.found)
+
+
 class _Reader:
     """Reads modules in the order of state_dict(): own tensors first, then the modules in it, each after the other."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[str, Any] = OrderedDict()
+        self.found: OrderedDict[str, Any] = OrderedDict()
         self._metadata: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._facts: dict[type, dict[str, Any]] = {}
 
     def state_dict(self) -> Any:
         """Return what was read. _Unusual."""
-        if not PLAIN_TENSORS.issuperset(map(type, self._found.values())):
+        others = {type(tensor) for tensor in self.found.values()} - PLAIN_TENSORS
+        if any(kind.__name__ == "DTensor" or not hasattr(kind, "__tensor_flatten__") for kind in others):
             raise _Unusual
-        state: Any = self._found
+        state: Any = self.found
         state._metadata = self._metadata
         return state
 
@@ -101,7 +112,7 @@ class _Reader:
             raise _Unusual
         if before or after or type(before) not in _NO_HOOKS or type(after) not in _NO_HOOKS:
             raise _Unusual
-        found = self._found
+        found = self.found
         self._metadata[prefix[:-1]] = facts
         for name, tensor in parameters.items():
             if tensor is not None:

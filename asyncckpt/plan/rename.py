@@ -26,7 +26,7 @@ from asyncckpt.format.tree import (
     rebuild,
     tensor_names,
 )
-from asyncckpt.format.values import MAPPINGS
+from asyncckpt.format.values import COMPOSITE, MAPPINGS
 from asyncckpt.model.table import Role
 from asyncckpt.plan.state import flatten
 
@@ -88,10 +88,14 @@ class Names:
                     raise UsageError(f"{path_name(position)!r} is a position in a list, not a name", found=new)
             return (node[0], tuple(map(self.tree, node[1], positions)))
         keys = tuple(self.path((*path, key))[-1] for key in node[1])
+        if node[0] == COMPOSITE and keys != node[1]:
+            raise UsageError(f"{path_name(path)!r} is one tensor", found=keys, expected=node[1])
         twice = [key for key, count in Counter(keys).items() if count > 1] if keys != node[1] else []
         if twice:
             raise UsageError("two things would have the same name", found=path_name((*self.path(path), twice[0])))
         children = [self.tree(child, (*path, key)) for key, child in zip(node[1], node[2], strict=True)]
+        if node[0] == COMPOSITE:
+            return (*node[:2], tuple(children), *node[3:])
         return mapping_node(node[0], keys, children, self._modules(node, keys, path))
 
     def _modules(self, node: Node, keys: Sequence[Key], path: Path) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import eq, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,12 +24,15 @@ from asyncckpt.format import limits
 from asyncckpt.format.module_facts import facts_of
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path, metadata_in
-from asyncckpt.format.values import encode_value, encode_values, mapping_kind
+from asyncckpt.format.values import COMPOSITE, encode_value, encode_values, mapping_kind
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import Table
 from asyncckpt.plan.module_state import PLAIN_TENSORS, state_of
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.wrapped_names import unwrapped, with_plain_names
+
+if TYPE_CHECKING:
+    from asyncckpt.plan.composite_tensors import OfComposite
 
 STATE_DEPTH_MAX = 64
 # What Savers and Loaders take as `tensors`.
@@ -51,7 +54,8 @@ class FlatState:
     what their own state dicts call each name (wrapped_names.py). given: the tensors in mappings of other kinds than
     Python's, which may make them at each look: (path of the mapping, it, key, tensor). asked: objects and their states
     in this save. live: see held_still. is_spelled: the tree has what may equal something else: 0.0 and -0.0, a fact of
-    True and one of 1. Holds the user's tensors: keep it no longer than the capture takes.
+    True and one of 1. composites: see flatten. Holds the user's tensors: keep it no longer than the
+    capture takes.
     """
 
     tree: Node = VALUE
@@ -67,6 +71,7 @@ class FlatState:
     asked: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     live: Sequence[torch.Tensor] | None = None
     is_spelled: bool = False
+    composites: list[OfComposite] | None = None
 
     def encoded_values(self) -> tuple[Json, ...]:
         """Return the values as the manifest has them."""
@@ -134,9 +139,14 @@ def _named(item: Any, index: int) -> tuple[str | None, Any]:
     return (name if isinstance(name, str) and name else str(index)), item
 
 
-def flatten(state: Mapping[str, Any], like: Node | None = None) -> FlatState:
-    """Flatten a named state. UsageError naming the key path for what cannot be saved. like: an earlier tree of it."""
-    flat = FlatState()
+def flatten(
+    state: Mapping[str, Any], like: Node | None = None, composites: list[OfComposite] | None = None
+) -> FlatState:
+    """Flatten a named state. UsageError naming the key path for what cannot be saved.
+
+    like: an earlier tree of it. composites: gets those of the state, with their paths and parts.
+    """
+    flat = FlatState(composites=composites)
     flat.tree = _container(state, flat, (), [], like, kind="dict")
     if not _TEXT.issuperset(map(type, flat.tree[1])):
         found = next(key[1] for key in flat.tree[1] if not isinstance(key, str))
@@ -161,6 +171,8 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
     if type(value) is dict:
         return _container(value, flat, path, parents, like)
     if isinstance(value, (torch.Tensor, Sharded)):
+        if type(value) not in PLAIN_TENSORS and is_composite_leaf(value, path):
+            return _composite(value, flat, path, parents, like)
         _tensor(value, flat, path)
         return TENSOR
     if isinstance(value, (np.ndarray, np.generic)):
@@ -212,6 +224,27 @@ def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...
     flat.tensors.append(value)
 
 
+def is_composite_leaf(value: Any, path: tuple[Any, ...]) -> bool:
+    if not hasattr(value, "__tensor_flatten__") or as_sharded(value, salt=".".join(map(str, path))) is not None:
+        return False
+    from asyncckpt.plan.composite_tensors import is_composite  # Few states hold any.
+
+    return is_composite(value)
+
+
+def _composite(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None) -> Node:
+    from asyncckpt.plan.composite_tensors import parts_of
+
+    if len(parents) > STATE_DEPTH_MAX:
+        raise _too_deep(path)
+    parts = parts_of(value, ".".join(map(str, path)))
+    if flat.composites is not None:
+        flat.composites.append((tuple(stored_key(key, path) for key in path), value, parts))
+    children = [_node(item, flat, (*path, name), [*parents, id(value)], None) for name, item in parts.inner.items()]
+    node = (COMPOSITE, tuple(parts.inner), tuple(children), parts.text)
+    return like if like == node else node
+
+
 def _container(
     value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None, kind: str = ""
 ) -> Node:
@@ -219,7 +252,7 @@ def _container(
     if id(value) in parents:
         raise UsageError(f"state {_shown(path)} contains itself")
     if len(parents) > STATE_DEPTH_MAX:
-        raise UsageError(f"state {_shown(path[:8])}... is nested too deeply", expected=f"{STATE_DEPTH_MAX} levels")
+        raise _too_deep(path)
     parents = [*parents, id(value)]
     if isinstance(value, Mapping):
         return _mapping(value, flat, path, parents, like, kind)
@@ -242,6 +275,10 @@ def _container(
     else:
         node = _node(state, flat, path, parents, below)
     return like if like is not None and node is below else ("state", node)
+
+
+def _too_deep(path: tuple[Any, ...]) -> UsageError:
+    return UsageError(f"state {_shown(path[:8])}... is nested too deeply", expected=f"{STATE_DEPTH_MAX} levels")
 
 
 def _sequence(

@@ -33,10 +33,16 @@ from asyncckpt.plan.wrapped_names import without_sure_parts
 
 
 def load_object(
-    owner: Any, state: Any, *, as_stored: Mapping[int, torch.dtype], not_given: Collection[str] = ()
+    owner: Any,
+    state: Any,
+    *,
+    as_stored: Mapping[int, torch.dtype],
+    not_given: Collection[str] = (),
+    filled: Collection[str] = (),
 ) -> None:
     """Call load_state_dict of an object. as_stored: the ids of parameters that have got the dtype that was stored, and
-    which that is. not_given: keys that a module does without, whose load_state_dict is torch's.
+    which that is. not_given: keys that a module does without, whose load_state_dict is torch's. filled: keys of tensors
+    that are filled, and that nobody else may copy.
 
     Raises what the object raises, RuntimeError for keys of a module that do not fit.
     """
@@ -45,11 +51,12 @@ def load_object(
         _put_back(owner, state, as_stored)
         _like_parameters(owner)
     elif loads_as(torch.nn.Module, owner):
-        for key in not_given:
+        for key in {*not_given, *filled}:
             del state[key]
         said = owner.load_state_dict(_copied(owner, state), strict=False)
         unexpected = _not_taken(owner, state, said.unexpected_keys) if said.unexpected_keys else []
-        found = {"Missing": [] if not_given else said.missing_keys, "Unexpected": unexpected}
+        missing = [] if not_given else [key for key in said.missing_keys if key not in filled]
+        found = {"Missing": missing, "Unexpected": unexpected}
         if any(found.values()):
             raise RuntimeError("; ".join(f"{what} key(s) {keys}" for what, keys in found.items() if keys))
     else:
@@ -132,6 +139,8 @@ def _is_plain(value: Any) -> bool:
 
 def _as_stored(now: Any, stored: Any) -> Any:
     """Return a value of a state, with the stored tensors in place of those that were only cast."""
+    if hasattr(stored, "__tensor_unflatten__") and not hasattr(stored, "to_local"):
+        return stored  # A cast may have changed what it is.
     if isinstance(now, torch.Tensor) and isinstance(stored, torch.Tensor):
         return stored.to(now.device) if _is_cast(now, stored) else now
     found: list[Any]

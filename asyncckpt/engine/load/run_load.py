@@ -31,6 +31,7 @@ from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, N
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import (
     VALUE,
+    Compose,
     descend,
     leaf_of,
     leaves,
@@ -324,12 +325,13 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
         if item.is_module:
             state = _module_state(item, rebuilt, contents, plan.metadata.get(item.path))
         else:
-            state = _stored(item.path, rebuilt, contents)
+            state = _stored(item.path, rebuilt, contents, plan.compose.get(item.path))
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
                 not_given = [item.wrapped.get(key, key) for key in plan.not_given.get(item.path, ())]
-                load_object(item.owner, state, as_stored=as_stored, not_given=not_given)
+                filled = [item.wrapped.get(at[-1], at[-1]) for at in item.composites if at[:-1] == item.path]
+                load_object(item.owner, state, as_stored=as_stored, not_given=not_given, filled=filled)
         except CheckpointError:
             raise
         except Exception as error:
@@ -346,6 +348,7 @@ def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Cont
     values = [contents.values.get(path, own) for path, own in item.values.items()]
     own_tensors = (rebuilt.get(path, own) for path, own in item.tensors.items())
     state = rebuild(item.tree, own_tensors, iter(values))
+    state.update({path[-1]: tensor for path, (tensor, _) in item.composites.items() if path[:-1] == item.path})
     if metadata is not None:
         state = with_metadata(state, metadata)
     for key in filter(is_extra_state, state):
@@ -359,13 +362,14 @@ def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Cont
     return with_wrapped_names(item.owner, state, item.wrapped)
 
 
-def _stored(path: LeafPath, tensors: Mapping[LeafPath, Any], contents: Contents) -> Any:
-    """Return what was stored at a path, with these tensors."""
+def _stored(path: LeafPath, tensors: Mapping[LeafPath, Any], contents: Contents, compose: Compose | None = None) -> Any:
+    """Return what was stored at a path, with these tensors. compose: makes composites of them."""
     node = descend(contents.tree, path)
     assert node is not None
     found = dict(leaves(node, path))
     leaf_tensors = [leaf_of(kind, tensors[at]) for at, kind in found.items() if kind is not VALUE]
-    return rebuild(node, iter(leaf_tensors), iter([contents.values[at] for at, kind in found.items() if kind is VALUE]))
+    values = iter([contents.values[at] for at, kind in found.items() if kind is VALUE])
+    return rebuild(node, iter(leaf_tensors), values, *([] if compose is None else [compose]))
 
 
 def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:

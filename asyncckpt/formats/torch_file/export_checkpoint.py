@@ -33,7 +33,8 @@ from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import holds_typed_mappings, path_name
+from asyncckpt.format.tree import kinds_in, path_name
+from asyncckpt.format.values import TYPED_MAPPINGS
 from asyncckpt.format.weights_only import why_refused
 from asyncckpt.formats.conversion import Conversion, ExportReport, warn_of_left_out
 from asyncckpt.formats.run_export import plan_export
@@ -68,7 +69,7 @@ class ExportPlan:
             _check_readable(
                 torch.empty(0, dtype=dtype_by_name(dtype, owner=name).dtype, device="cpu"), f"tensor {name!r}"
             )
-        if holds_typed_mappings(contents.tree):
+        if not TYPED_MAPPINGS.isdisjoint(kinds_in(contents.tree)):
             _check_readable(Counter(), "a Counter")
         try:
             _check_readable(list(contents.values.values()), "the values")

@@ -215,7 +215,18 @@ def test_unknown_feature_is_refused_whatever_else_the_manifest_says() -> None:
         IncompatibleError, match=r"found \(1, 'pad', 'x'\).*boxes.*compacted.*delta.*encoding.*pad.*ranks"
     ):
         decode_head(signed, manifest_name(STEP))
-    assert {"delta", "compacted", "encoding", "pad", "ranks", "boxes", "tied", "modules", "mappings"} == FEATURES
+    assert {
+        "delta",
+        "compacted",
+        "encoding",
+        "pad",
+        "ranks",
+        "boxes",
+        "tied",
+        "modules",
+        "mappings",
+        "composite",
+    } == FEATURES
 
 
 def test_names_of_manifests() -> None:

@@ -1,0 +1,177 @@
+"""What a checkpoint says of a composite: a tensor of a class of its own, whose values are in other tensors.
+
+torch calls it a traceable wrapper subclass, such as quantized weights and 8-bit states of optimizers. In the tree it is
+a mapping of its inner tensors by their names, with a text of these facts, the same text for the same facts:
+
+    class, module      its class by name, which is only compared: nothing is imported, looked up or called by it
+    dtype              the one that it shows, as torch names it
+    shape, strides     as it shows them
+    context            what the class needs beside the inner tensors, as a value (values.py) that may hold also
+                           {"enum": [class, name]}
+                           {"record": [class, [[field, value], ...]]}    a dataclass or a named tuple
+                           {"opaque": class}                             anything else, which cannot be compared
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
+from asyncckpt.format import limits
+from asyncckpt.format.strict_json import Fields, Json, dumps
+from asyncckpt.format.values import decode_value, encode_value
+
+CONTEXT_BYTES_MAX = 64 << 10
+CONTEXT_DEPTH_MAX = 64
+INNER_TENSORS_MAX = 16
+_TAGS = frozenset(("enum", "record", "opaque"))
+# Where a tensor is, and whether it is trained, is the target's own.
+_OF_TARGETS = frozenset(("device", "requires_grad"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Composite:
+    """See the module. shape, strides: None of a jagged tensor, of which some are symbols."""
+
+    kind: str
+    module: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    strides: tuple[int, ...] | None
+    context: Json
+
+    def text(self) -> str:
+        """Return the facts as the node of a tree has them."""
+        found = {"class": self.kind, "module": self.module, "dtype": self.dtype, "context": self.context}
+        numbers = {"shape": self.shape, "strides": self.strides}
+        found |= {name: None if item is None else list(item) for name, item in numbers.items()}
+        return json.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
+
+    @staticmethod
+    def of(text: str) -> Composite:
+        return decode_composite(json.loads(text), owner="a composite")
+
+    @property
+    def class_name(self) -> str:
+        """As people read it."""
+        return f"{self.module}.{self.kind}"
+
+    def differences(self, stored: Composite) -> Iterator[str]:
+        """Return where a target's facts, these, differ from those of a checkpoint. The module may: classes move."""
+        for what, own, theirs in (
+            ("class", self.kind, stored.kind),
+            ("dtype", self.dtype, stored.dtype),
+            ("shape", self.shape, stored.shape),
+        ):
+            if own != theirs:
+                yield f"its {what} is {own}, the checkpoint's {theirs}"
+        if self.kind == stored.kind:
+            yield from _differences(self.context, stored.context, "context")
+
+
+def decode_composite(value: Json, *, owner: str) -> Composite:
+    """Decode the facts of a node; CorruptError."""
+    fields = Fields(value, owner=owner, where="facts of a tensor")
+    shape, strides = (
+        None if fields.value(key) is None else fields.integers(key, count_max=limits.DIMENSIONS_MAX)
+        for key in ("shape", "strides")
+    )
+    context = fields.value("context")
+    if len(dumps(context)) > CONTEXT_BYTES_MAX or not _is_shallow(context):
+        raise CorruptError(f"{owner} has a context that is too large or nested too deeply")
+    return Composite(fields.text("class"), fields.text("module"), fields.text("dtype"), shape, strides, context)
+
+
+def _is_shallow(value: Json) -> bool:
+    level = [value]
+    for _ in range(3 * CONTEXT_DEPTH_MAX):
+        level = [item for item in level if type(item) in (list, dict)]
+        if not level:
+            return True
+        level = [child for item in level for child in (item.values() if type(item) is dict else item)]
+    return False
+
+
+def encode_context(value: Any, *, owner: str, _depth: int = 0) -> Json:
+    """Encode a context. UsageError for one that is nested too deeply."""
+    if _depth > CONTEXT_DEPTH_MAX:
+        raise UsageError(f"{owner} has a context that is nested too deeply", expected=f"{CONTEXT_DEPTH_MAX} levels")
+
+    def inner(item: Any) -> Json:
+        return encode_context(item, owner=owner, _depth=_depth + 1)
+
+    kind = type(value)
+    if isinstance(value, enum.Enum):  # First: one may be a text or a number, too.
+        return {"enum": [kind.__qualname__, value.name]}
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return {"record": [kind.__qualname__, [[name, inner(getattr(value, name))] for name in kind._fields]]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [item.name for item in dataclasses.fields(value)]
+        return {"record": [kind.__qualname__, [[name, inner(getattr(value, name))] for name in names]]}
+    if kind is list:
+        return [inner(item) for item in value]
+    if kind is tuple:
+        return {"tuple": [inner(item) for item in value]}
+    if kind is dict:
+        return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
+    try:
+        return encode_value(value, owner=owner)
+    except UsageError:
+        return {"opaque": (value if isinstance(value, type) else kind).__qualname__}
+
+
+def context_value(context: Json) -> Any:
+    """Return a context that holds plain values alone; UnsupportedError for any other, CorruptError."""
+    left = [context]
+    while left:
+        item = left.pop()
+        if type(item) is dict:
+            if not _TAGS.isdisjoint(item):
+                raise UnsupportedError("its context holds objects", found=next(iter(item.values())))
+            left += item.values()
+        elif type(item) is list:
+            left += item
+    return decode_value(context, owner="the context of a tensor")
+
+
+def _differences(own: Json, stored: Json, at: str) -> Iterator[str]:
+    if own == stored and type(own) is type(stored):
+        return
+    if type(own) is type(stored) is list and len(own) == len(stored):
+        for index, pair in enumerate(zip(own, stored, strict=True)):
+            yield from _differences(*pair, f"{at}[{index}]")
+        return
+    if type(own) is type(stored) is dict and own.keys() == stored.keys() and len(own) == 1:
+        ((tag, mine),) = own.items()
+        theirs = stored[tag]
+        if tag == "opaque":
+            return  # Nobody can compare them: the target keeps its own.
+        if tag in ("dict", "record"):
+            (kind, mine), (other, theirs) = (mine, theirs) if tag == "record" else (("", mine), ("", theirs))
+            if kind == other:
+                yield from _of_named(mine, theirs, at)
+                return
+        elif tag == "tuple":
+            yield from _differences(mine, theirs, at)
+            return
+    yield f"{at} is {_shown(own)}, the checkpoint's {_shown(stored)}"
+
+
+def _of_named(own: Json, stored: Json, at: str) -> Iterator[str]:
+    mine, theirs = ({json.dumps(key): item for key, item in pairs} for pairs in (own, stored))
+    for key in {**mine, **theirs}:
+        name = f"{at}.{json.loads(key)}"
+        if json.loads(key) in _OF_TARGETS:
+            continue
+        if key not in mine or key not in theirs:
+            yield f"{name} is only {'in the checkpoint' if key in theirs else 'here'}"
+        else:
+            yield from _differences(mine[key], theirs[key], name)
+
+
+def _shown(value: Json) -> str:
+    return json.dumps(value)[:80]

@@ -1,0 +1,346 @@
+"""Composites come back bit for bit, into a target of their class or as their inner tensors; all else is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt import IncompatibleError, Loader, Saver, UnsupportedError
+from tests.worlds.composites import Granularity, Int8Rows, Momentum8, Rounding, Twofold, int8_rows
+
+CONTEXT = (Granularity(1, Rounding.NEAREST), {"bits": 8, "kind": torch.int8})
+
+
+def bits(tensor: Any) -> tuple[Any, ...]:
+    return tensor.codes.clone(), tensor.scale.clone()
+
+
+def same(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def quantized(seed: int, context: Any = CONTEXT) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False), torch.nn.Linear(6, 8))
+    model[0].weight = torch.nn.Parameter(int8_rows(seed, context=context), requires_grad=False)
+    return model
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        loss = (model(inputs) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_in_a_dict_it_is_filled_in_place(tmp_path: Path) -> None:
+    stored, target = int8_rows(1, context=CONTEXT), int8_rows(2, context=CONTEXT)
+    asyncckpt.save(tmp_path, {"w": stored, "other": torch.ones(2)})
+    codes = target.codes
+    asyncckpt.Loader(tmp_path, tensors={"w": target, "other": torch.zeros(2)}).load()
+    assert same(bits(target), bits(stored))
+    assert target.codes is codes
+
+
+def test_a_module_of_quantized_weights_goes_on(tmp_path: Path) -> None:
+    model, other = quantized(1), quantized(2)
+    with Saver(path=tmp_path, tensors={"model": model}) as saver:
+        saver.save(1)
+    report = Loader(tmp_path, tensors={"model": other}).load()
+    assert same(bits(other[0].weight), bits(model[0].weight))
+    assert torch.equal(other[1].weight, model[1].weight)
+    assert not report.missing
+    assert not report.unexpected
+
+
+def test_what_it_shows_is_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an operation on the outer tensor")
+
+    model, other = quantized(1), quantized(2)
+    monkeypatch.setattr(Int8Rows, "__torch_dispatch__", classmethod(refuse))
+    with Saver(path=tmp_path, tensors={"model": model, "w": model[0].weight}) as saver:
+        saver.save_async(1).result()
+    Loader(tmp_path, tensors={"model": other, "w": other[0].weight}).load()
+    assert same(bits(other[0].weight), bits(model[0].weight))
+
+
+def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> None:
+    tensor = int8_rows(1)
+    wanted = bits(tensor)
+    with Saver(path=tmp_path, tensors={"w": tensor}) as saver:
+        future = saver.save_async(1)
+        tensor.codes.zero_()
+        tensor.scale.zero_()
+        future.result()
+    target = int8_rows(2)
+    Loader(tmp_path, tensors={"w": target}).load()
+    assert same(bits(target), wanted)
+
+
+def test_an_inner_tensor_that_is_exchanged_is_saved(tmp_path: Path) -> None:
+    tensor = int8_rows(1)
+    with Saver(path=tmp_path, tensors={"w": tensor}) as saver:
+        saver.save(1)
+        tensor.codes = tensor.codes + 1
+        saver.save(2)
+    target = int8_rows(2)
+    Loader(tmp_path, tensors={"w": target}).load()
+    assert same(bits(target), bits(tensor))
+
+
+@pytest.mark.parametrize("begins", ["fresh", "stepped"])
+def test_an_optimizer_goes_on(tmp_path: Path, begins: str) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(6, 8)
+    other = copy.deepcopy(model)
+    optimizer, second = (Momentum8(list(each.parameters())[:1], context=CONTEXT[1]) for each in (model, other))
+    train(model, optimizer, 3)
+    asyncckpt.save(tmp_path, {"model": model, "optimizer": optimizer})
+    if begins == "stepped":
+        train(other, second, 1)
+        asyncckpt.Loader(tmp_path, tensors={"model": other, "optimizer": second}).load()
+    else:
+        with torch.serialization.safe_globals([Int8Rows]):
+            asyncckpt.Loader(tmp_path, tensors={"model": other, "optimizer": second}).load()
+    found = second.state[other.weight]["momentum"]
+    assert type(found) is Int8Rows
+    assert found.context == CONTEXT[1]
+    assert same(bits(found), bits(optimizer.state[model.weight]["momentum"]))
+    assert train(model, optimizer, 5) == train(other, second, 5)
+
+
+def test_a_fresh_optimizer_needs_a_class_that_the_process_has_said(tmp_path: Path) -> None:
+    model = torch.nn.Linear(6, 8)
+    optimizer, second = (Momentum8([model.weight]) for _ in range(2))
+    train(model, optimizer, 1)
+    asyncckpt.save(tmp_path, {"optimizer": optimizer, "model": model})
+    before = model.weight.clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    with pytest.raises(IncompatibleError, match=r"momentum.*Int8Rows.*add_safe_globals"):
+        Loader(tmp_path, tensors={"optimizer": second, "model": model}).load()
+    assert torch.equal(model.weight, before + 1)
+    assert not second.state
+
+
+def test_a_context_with_objects_is_made_by_no_class(tmp_path: Path) -> None:
+    model = torch.nn.Linear(6, 8)
+    optimizer, second = (Momentum8([model.weight], context=CONTEXT) for _ in range(2))
+    train(model, optimizer, 1)
+    asyncckpt.save(tmp_path, {"optimizer": optimizer})
+    with torch.serialization.safe_globals([Int8Rows]), pytest.raises(IncompatibleError, match="context holds objects"):
+        Loader(tmp_path, tensors={"optimizer": second}).load()
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "another context": (
+        lambda: int8_rows(2, context=(Granularity(2, Rounding.NEAREST), CONTEXT[1])),
+        r"context\[0\].rows is 2",
+    ),
+    "another enum": (lambda: int8_rows(2, context=(Granularity(1, Rounding.DOWN), CONTEXT[1])), "rounding"),
+    "another value": (
+        lambda: int8_rows(2, context=(CONTEXT[0], {"bits": 4, "kind": torch.int8})),
+        r"context\[1\].bits is 4",
+    ),
+    "one key less": (lambda: int8_rows(2, context=(CONTEXT[0], {"bits": 8})), "kind is only in the checkpoint"),
+    "another class": (lambda: Twofold(torch.zeros(6, 8), torch.zeros(6)), "Twofold, a .*Int8Rows in the checkpoint"),
+    "another shape": (lambda: int8_rows(2, rows=7, context=CONTEXT), "shape"),
+    "plain": (lambda: torch.zeros(6, 8), "plain tensor"),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path, other: str, strict: bool) -> None:
+    made, match = OTHERS[other]
+    asyncckpt.save(tmp_path, {"w": int8_rows(1, context=CONTEXT), "bias": torch.ones(3)})
+    target, bias = made(), torch.zeros(3)
+    before = [each.clone() for each in vars(target).values() if isinstance(each, torch.Tensor)]
+    with pytest.raises(IncompatibleError, match=match):
+        Loader(tmp_path, tensors={"w": target, "bias": bias}, strict=strict).load()
+    now = [each for each in vars(target).values() if isinstance(each, torch.Tensor)]
+    assert same(tuple(now), tuple(before))
+    assert not bias.any()
+
+
+def test_a_plain_tensor_does_not_become_one(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"w": torch.ones(6, 8)})
+    target = int8_rows(2)
+    before = bits(target)
+    for strict in (True, False):
+        with pytest.raises(IncompatibleError, match=r"Int8Rows.*plain tensor in the checkpoint"):
+            Loader(tmp_path, tensors={"w": target}, strict=strict).load()
+    assert same(bits(target), before)
+
+
+def test_without_targets_it_is_a_dict_of_its_parts(tmp_path: Path) -> None:
+    stored = Twofold(int8_rows(1), torch.arange(48.0).view(6, 8))
+    asyncckpt.save(tmp_path, {"p": stored})
+    found = asyncckpt.load(tmp_path)["p"]
+    assert set(found) == {"first", "second"}
+    assert set(found["first"]) == {"codes", "scale"}
+    assert same((found["first"]["codes"], found["second"]), (stored.first.codes, stored.second))
+
+
+def test_one_within_another_one(tmp_path: Path) -> None:
+    stored, target = (Twofold(int8_rows(seed), int8_rows(seed + 10)) for seed in (1, 2))
+    asyncckpt.save(tmp_path, {"p": stored})
+    Loader(tmp_path, tensors={"p": target}).load()
+    assert same(bits(target.first), bits(stored.first))
+    assert same(bits(target.second), bits(stored.second))
+    inside = Twofold(int8_rows(1, context=4), int8_rows(2))
+    with pytest.raises(IncompatibleError, match=r"'p.first' is another tensor.*context is 4, the checkpoint's null"):
+        Loader(tmp_path, tensors={"p": inside}).load()
+
+
+def test_tied_ones_are_stored_once(tmp_path: Path) -> None:
+    stored = int8_rows(1, rows=600)
+    other = Int8Rows(stored.codes, stored.scale)
+    result = asyncckpt.save(tmp_path, {"w": stored, "v": other})
+    assert result.bytes_logical < 2 * stored.codes.nbytes
+    found = asyncckpt.load(tmp_path)
+    assert found["w"]["codes"].data_ptr() == found["v"]["codes"].data_ptr()
+
+
+def test_functions_in_a_context_are_those_of_the_target(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"w": int8_rows(1, context={"f": print, "n": 1})})
+    target = int8_rows(2, context={"f": len, "n": 1})
+    Loader(tmp_path, tensors={"w": target}).load()
+    assert target.context["f"] is len
+    assert same(bits(target), bits(int8_rows(1)))
+
+
+def test_an_older_reader_refuses_it_by_name(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"w": int8_rows(1)})
+    (manifest,) = (
+        (tmp_path / "checkpoints").glob("*.json")
+        if (tmp_path / "checkpoints").is_dir()
+        else tmp_path.glob("**/0*.json")
+    )
+    assert "composite" in json.loads(manifest.read_bytes())["requires"]
+
+
+def test_a_filter_takes_all_of_it_or_nothing(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"w": int8_rows(1), "v": int8_rows(3), "b": torch.ones(2)})
+    target = {"w": int8_rows(2), "v": int8_rows(4), "b": torch.zeros(2)}
+    before = bits(target["w"])
+
+    def without_scales(info: Any) -> Any:
+        return {name: item for name, item in info.items() if name != "w.scale"}
+
+    def exchanged(info: Any) -> Any:
+        return {**info, "w.scale": {"v.scale": []}}
+
+    for wrong in (without_scales, exchanged):
+        with pytest.raises(IncompatibleError, match="'w' is one tensor"):
+            Loader(tmp_path, tensors=target, filter_func=wrong, strict=False).load()
+    assert same(bits(target["w"]), before)
+    assert not target["b"].any()
+
+    def by_another_name(info: Any) -> Any:
+        return {"w.codes": {"v.codes": []}, "w.scale": {"v.scale": []}}
+
+    Loader(tmp_path, tensors=target, filter_func=by_another_name, strict=False).load()
+    assert same(bits(target["w"]), bits(int8_rows(3)))
+    assert same(bits(target["v"]), bits(int8_rows(4)))
+
+
+def broken(**methods: Any) -> torch.Tensor:
+    kind: Any = type("Broken", (Int8Rows,), methods)
+    found: torch.Tensor = kind(torch.zeros(6, 8, dtype=torch.int8), torch.ones(6))
+    return found
+
+
+def raises(self: Any) -> Any:
+    raise ValueError("no parts today")
+
+
+BROKEN = {
+    "raises": lambda: broken(__tensor_flatten__=raises),
+    "a name that is not there": lambda: broken(__tensor_flatten__=lambda self: (["codes", "gone"], None)),
+    "no tensor": lambda: broken(__tensor_flatten__=lambda self: (["codes", "context"], None)),
+    "itself": lambda: broken(__tensor_flatten__=lambda self: (["me"], None), me=property(lambda self: self)),
+    "a name twice": lambda: broken(__tensor_flatten__=lambda self: (["codes", "codes"], None)),
+    "too many": lambda: broken(
+        __tensor_flatten__=lambda self: ([f"t{n}" for n in range(17)], None),
+        **{f"t{n}": torch.zeros(1) for n in range(17)},
+    ),
+    "no answer": lambda: broken(__tensor_flatten__=lambda self: None),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_class_that_breaks_the_protocol_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"'w' cannot be taken apart.*Broken"):
+        asyncckpt.save(tmp_path / "new", {"w": BROKEN[kind]()})
+    assert not list(asyncckpt.list_steps(tmp_path / "new")) if (tmp_path / "new").exists() else True
+
+
+def test_one_that_makes_itself_anew_without_an_end(tmp_path: Path) -> None:
+    class Deep(Twofold):
+        def __tensor_flatten__(self) -> tuple[list[str], Any]:
+            return ["more"], None
+
+        @property
+        def more(self) -> Deep:
+            return Deep(self.first, self.second)
+
+    with pytest.raises(asyncckpt.UsageError, match="nested too deeply"):
+        asyncckpt.save(tmp_path, {"w": Deep(torch.zeros(2), torch.zeros(2))})
+
+
+class Hidden(torch.Tensor):
+    """It says nothing of what it is made of."""
+
+    @staticmethod
+    def __new__(cls: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 3))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+def with_a_buffer(value: torch.Tensor) -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("odd", value)
+    return torch.nn.Sequential(module)
+
+
+@pytest.mark.parametrize("where", ["tensor", "module", "list"])
+@pytest.mark.parametrize("kind", ["hidden", "sparse", "quantized"])
+def test_what_no_save_takes_is_told_when_the_saver_is_made(tmp_path: Path, kind: str, where: str) -> None:
+    made: dict[str, Callable[[], torch.Tensor]] = {
+        "hidden": Hidden,
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    }
+    value = made[kind]()
+    state = {"tensor": value, "module": with_a_buffer(value), "list": [{"a": (value,)}]}[where]
+    with pytest.raises(UnsupportedError, match="'state"):
+        Saver(path=tmp_path / "new", tensors={"state": state})
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_hook_hides_is_no_problem(tmp_path: Path) -> None:
+    module = with_a_buffer(torch.eye(3).to_sparse())
+
+    def hide(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+        del state[f"{prefix}0.odd"]
+
+    module.register_state_dict_post_hook(hide)
+    with Saver(path=tmp_path, tensors={"state": module}) as saver:
+        saver.save(1)

@@ -1,0 +1,116 @@
+"""Tensors whose values are in other tensors, as quantized weights and 8-bit states of optimizers are."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class Rounding(enum.Enum):
+    NEAREST = 1
+    DOWN = 2
+
+
+@dataclass(frozen=True)
+class Granularity:
+    rows: int
+    rounding: Rounding
+
+
+class Int8Rows(torch.Tensor):
+    """Rows of int8 codes, each with a scale. What it shows is codes * scale."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    context: Any
+
+    @staticmethod
+    def __new__(cls: Any, codes: torch.Tensor, scale: torch.Tensor, context: Any = None, dtype: Any = None) -> Any:
+        kind = dtype or scale.dtype
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=kind, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, context: Any = None, dtype: Any = None) -> None:
+        self.codes, self.scale, self.context = codes, scale, context
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], self.context
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Int8Rows:
+        return cls(inner["codes"], inner["scale"], context)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale, args[0].context)
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            raise AssertionError("its values are copied by their parts")
+        plain = [each.shown() if isinstance(each, cls) else each for each in args]
+        return function(*plain, **(kwargs or {}))
+
+    def shown(self) -> torch.Tensor:
+        return self.codes.to(self.scale.dtype) * self.scale[:, None]
+
+    def put(self, values: torch.Tensor) -> None:
+        """Round values into it."""
+        self.scale.copy_(values.abs().amax(1).clamp(min=1e-9) / 127)
+        self.codes.copy_((values / self.scale[:, None]).round().to(torch.int8))
+
+
+class Twofold(torch.Tensor):
+    """Two tensors of any kind, without a context."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype, device=first.device)
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.first, self.second = first, second
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["first", "second"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Twofold:
+        return cls(inner["first"], inner["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].first, args[0].second)
+        raise AssertionError(f"{function} on a pair")
+
+
+def int8_rows(seed: int, *, rows: int = 6, width: int = 8, context: Any = None) -> Int8Rows:
+    drawn = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-127, 128, (rows, width), generator=drawn, dtype=torch.int8)
+    return Int8Rows(codes, torch.rand(rows, generator=drawn) + 0.1, context)
+
+
+class Momentum8(torch.optim.Optimizer):
+    """SGD with momentum that is kept as Int8Rows."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, context: Any = None) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.context = context
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    codes = torch.zeros(parameter.shape, dtype=torch.int8)
+                    state["momentum"] = Int8Rows(codes, torch.zeros(len(parameter)), self.context)
+                    state["steps"] = 0
+                state["steps"] += 1
+                now = 0.9 * state["momentum"].shown() + parameter.grad
+                state["momentum"].put(now)
+                parameter.sub_(group["lr"] * state["momentum"].shown())
