@@ -35,11 +35,11 @@ CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/clo
 	tests/cloud/test_ranks_in_turn_in_a_store.py tests/cloud/test_embcache_in_a_store.py tests/cloud/test_lost_disks.py \
 	tests/cloud/test_endings_in_a_store.py tests/cloud/test_gone_uploads.py tests/cloud/test_interrupted_calls.py tests/cloud/test_parts_sent.py \
 	tests/cloud/test_forgetful_stores.py tests/cloud/test_compat.py \
-	tests/cloud/test_writers_disturbed.py tests/cloud/test_resharded_reads.py
+	tests/cloud/test_writers_disturbed.py tests/cloud/test_resharded_reads.py tests/cloud/test_compacted_uploads.py
 EXPERIMENTAL = tests/experimental
-WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%) --ignore=$(EXPERIMENTAL)
 INTERRUPTS = tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py \
 	tests/interrupts/test_steps_that_wait.py tests/interrupts/test_controls.py
+WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%) $(INTERRUPTS:%=--ignore=%) --ignore=$(EXPERIMENTAL)
 # Of a save or load, the suite interrupts this many places.
 PLACES = 1000000
 # Of lists that are gone through item by item, each n-th is taken (tests/shares.py).
@@ -93,7 +93,7 @@ demo: $(GPU_READY) ## a training run, killed in the middle of a save and resumed
 
 test: lint test-suite ## lint, types, and the suite on the compiled core
 
-test-suite: $(READY) ## the suite on the compiled core, but for test-faults
+test-suite: $(READY) ## the suite on the compiled core, but for what test-faults, test-interrupts and test-cloud run
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
 
 test-twin: $(READY) ## the suite on the portable twin, but for what shows nothing more there

@@ -120,7 +120,7 @@ def is_wrong(runtime: SimulatedRuntime, seed: int, path: Path) -> bool:
         return True
 
 
-@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "torture of devices", every=3))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "torture of devices", every=6))
 def test_checkpoints_hold_the_cut(seed: int, tmp_path: Path) -> None:
     runtime = SimulatedRuntime(1 + seed % 3, seed=seed, kernels=KERNELS[seed % len(KERNELS)])
     assert wrong_tensors(runtime, seed, tmp_path) == []

@@ -74,7 +74,7 @@ PAIRS = [(one, other) for at, one in enumerate(WRAPS) for other in ("bare", one,
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    slow_but_for_a_share(sorted({*PAIRS, *((other, one) for one, other in PAIRS)}), "wrapped parts", every=3),
+    slow_but_for_a_share(sorted({*PAIRS, *((other, one) for one, other in PAIRS)}), "wrapped parts", every=6),
 )
 def test_a_module_with_wrapped_parts_has_the_names_of_the_bare_one(tmp_path: Path, saved: str, loaded: str) -> None:
     source, bare = net(3.0, WRAPS[saved]), net(3.0)
@@ -135,7 +135,7 @@ def test_names_with_module_in_them_load_into_a_module_that_is_wrapped_there(tmp_
 
 
 @pytest.mark.parametrize("place", [lambda value: value, lambda value: [value], lambda value: ({"a": value}, 1)])
-@pytest.mark.parametrize("name", slow_but_for_a_share(WRAPS, "versions of wrapped parts", every=3))
+@pytest.mark.parametrize("name", slow_but_for_a_share(WRAPS, "versions of wrapped parts", every=6))
 def test_versions_in_a_state_dict_with_names_of_wrappers_are_of_the_bare_modules(
     tmp_path: Path, name: str, place: Callable[[Any], Any]
 ) -> None:
@@ -233,7 +233,7 @@ def test_an_averaged_model_stays_as_it_is(tmp_path: Path) -> None:
     assert list(asyncckpt.load(tmp_path / "d")["model"]) == ["0.n_averaged", "0.module.weight", "0.module.bias"]
 
 
-@pytest.mark.parametrize("name", slow_but_for_a_share(WRAPS, "tables of wrapped parts", every=3))
+@pytest.mark.parametrize("name", slow_but_for_a_share(WRAPS, "tables of wrapped parts", every=6))
 def test_tables_inside_of_wrapped_parts_have_the_names_of_bare_ones(tmp_path: Path, name: str) -> None:
     def model() -> Any:
         inner = torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1))

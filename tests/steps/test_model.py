@@ -93,7 +93,7 @@ def seams(monkeypatch: pytest.MonkeyPatch, mesh: Any) -> Iterator[Seams]:
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "models of steps", every=3))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "models of steps", every=6))
 def test_saves_are_as_the_model_says(seed: int, tmp_path: Path, seams: Seams, base_seed: int) -> None:
     assert seams.wrong(base_seed + seed, tmp_path) == []
 

@@ -127,7 +127,7 @@ def bytes_min_of(seed: int) -> int:
     return (1, 1, 100)[seed % 5 % 3]
 
 
-@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "programs of steps", every=3))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "programs of steps", every=6))
 def test_a_save_holds_its_cut_or_is_refused(
     seed: int, tmp_path: Path, gate: gates.StepGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

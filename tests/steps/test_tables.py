@@ -356,7 +356,7 @@ def wrong(seed: int, path: Path, gate: gates.StepGate) -> list[str]:
     return program.wrong(program.job.saver(path, deltas=deltas))
 
 
-@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "steps over tables", every=3))
+@pytest.mark.parametrize("seed", slow_but_for_a_share(range(SEEDS_COUNT), "steps over tables", every=6))
 def test_a_save_holds_its_cut_or_is_refused(seed: int, tmp_path: Path, gate_before: gates.StepGate) -> None:
     assert wrong(seed, tmp_path, gate_before) == []
 
