@@ -165,7 +165,7 @@ def make_load_plan(
     objects = match.objects(dense)
     compose: Mapping[Path, Compose] = {}
     if targets.composites or COMPOSITE in kinds_in(contents.tree):
-        from asyncckpt.plan.composite_tensors import CompositeLoads  # Few states hold any.
+        from asyncckpt.plan.composite_loads import CompositeLoads  # Few states hold any.
 
         composites = CompositeLoads(contents, targets, objects, [(load.target, load.source) for load in dense])
         match.problems += composites.problems

@@ -344,3 +344,97 @@ def test_what_a_hook_hides_is_no_problem(tmp_path: Path) -> None:
     module.register_state_dict_post_hook(hide)
     with Saver(path=tmp_path, tensors={"state": module}) as saver:
         saver.save(1)
+
+
+def test_an_optimizer_of_another_class_is_told(tmp_path: Path) -> None:
+    class Other8(Momentum8):
+        """It would train on with states of a class that is not its own."""
+
+    model = torch.nn.Linear(6, 8)
+    optimizer = Momentum8([model.weight])
+    train(model, optimizer, 1)
+    asyncckpt.save(tmp_path, {"optimizer": optimizer})
+    second = Other8([model.weight])
+    with (
+        torch.serialization.safe_globals([Int8Rows]),
+        pytest.raises(IncompatibleError, match=r"'Other8'.*Int8Rows of a 'Momentum8'"),
+    ):
+        Loader(tmp_path, tensors={"optimizer": second}).load()
+    assert not second.state
+
+
+def test_an_optimizer_that_has_stepped_gets_a_state_of_before_its_first_step(tmp_path: Path) -> None:
+    model = torch.nn.Linear(6, 8)
+    optimizer = Momentum8([model.weight])
+    asyncckpt.save(tmp_path, {"optimizer": optimizer})
+    train(model, optimizer, 1)
+    Loader(tmp_path, tensors={"optimizer": optimizer}).load()
+    assert not optimizer.state
+
+
+def test_one_of_another_context_in_an_optimizer_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(6, 8)
+    optimizer, second = Momentum8([model.weight], context=[1]), Momentum8([model.weight], context=[2])
+    train(model, optimizer, 1)
+    asyncckpt.save(tmp_path, {"optimizer": optimizer})
+    train(model, second, 1)
+    before = bits(second.state[model.weight]["momentum"])
+    with torch.serialization.safe_globals([Int8Rows]), pytest.raises(IncompatibleError, match=r"context\[0\] is 2"):
+        Loader(tmp_path, tensors={"optimizer": second}).load()
+    assert same(bits(second.state[model.weight]["momentum"]), before)
+
+
+class Picky(Int8Rows):
+    """A newer version, which does not take what an older one has stored."""
+
+    __qualname__ = "Int8Rows"
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Int8Rows:
+        if context is None:
+            raise TypeError("it has a context since version 2")
+        return cls(inner["codes"], inner["scale"], [*context, "more"])
+
+
+@pytest.mark.parametrize(("context", "match"), [(None, "since version 2"), ([1], "makes something else of it")])
+def test_a_class_that_does_not_take_it_is_tried_before_anything_is_filled(
+    tmp_path: Path, context: Any, match: str
+) -> None:
+    model = torch.nn.Linear(6, 8)
+    optimizer = Momentum8([model.weight], context=context)
+    train(model, optimizer, 1)
+    asyncckpt.save(tmp_path, {"model": model, "optimizer": optimizer})
+    target, second = torch.nn.Linear(6, 8), Momentum8([model.weight])
+    before = target.weight.clone()
+    with torch.serialization.safe_globals([Picky]), pytest.raises(IncompatibleError, match=match):
+        Loader(tmp_path, tensors={"model": target, "optimizer": second}).load()
+    assert torch.equal(target.weight, before)
+
+
+class Copying(Int8Rows):
+    """What its detach() gives has inner tensors of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes.clone(), args[0].scale.clone(), args[0].context)
+        if function is torch.ops.aten.copy_.default:
+            args[0].codes.copy_(args[1].codes)
+            args[0].scale.copy_(args[1].scale)
+            return args[0]
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_module_whose_state_dict_gives_copies_is_filled(tmp_path: Path, is_asked: bool) -> None:
+    def model_of(seed: int) -> torch.nn.Module:
+        model, rows = quantized(1), int8_rows(seed)
+        model[0].weight = torch.nn.Parameter(Copying(rows.codes, rows.scale), requires_grad=False)
+        if is_asked:
+            model.register_state_dict_post_hook(lambda *_: None)
+        return model
+
+    model, other = model_of(1), model_of(2)
+    asyncckpt.save(tmp_path, {"model": model})
+    Loader(tmp_path, tensors={"model": other}).load()
+    assert same(bits(other[0].weight), bits(model[0].weight))

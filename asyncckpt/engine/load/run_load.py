@@ -10,6 +10,7 @@ checkpoint of several ranks, everything that this one needs) is read and checked
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -330,7 +331,7 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
                 not_given = [item.wrapped.get(key, key) for key in plan.not_given.get(item.path, ())]
-                filled = [item.wrapped.get(at[-1], at[-1]) for at in item.composites if at[:-1] == item.path]
+                filled = _live_composites(item)
                 load_object(item.owner, state, as_stored=as_stored, not_given=not_given, filled=filled)
         except CheckpointError:
             raise
@@ -339,6 +340,15 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
                 f"load_state_dict of {path_name(item.path)!r} failed: {type(error).__name__}: {error}",
                 hint="tables and tensors are filled already",
             ) from error
+
+
+def _live_composites(item: Rebuilt) -> list[str]:
+    """Return the keys of composites that are tensors of the module itself: its state_dict() may have given copies."""
+    if not item.composites or not item.is_module:
+        return []
+    live = {id(tensor) for tensor in itertools.chain(item.owner.parameters(), item.owner.buffers())}
+    own = {at[-1]: tensor for at, (tensor, _) in item.composites.items() if at[:-1] == item.path}
+    return [item.wrapped.get(key, key) for key, tensor in own.items() if id(tensor) in live]
 
 
 def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents, metadata: Any) -> Any:

@@ -1,0 +1,145 @@
+"""Loads of composites (composite_tensors.py): the inner tensors of a target are filled in place.
+
+One that is not there yet, in the state of an optimizer that has not stepped, is made by a class of the process: that of
+another composite of the same facts in this state, or one that the process itself has told torch to be safe
+(torch.serialization.add_safe_globals). It is made on trial before anything is filled. A name in a file is only
+compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import UnsupportedError
+from asyncckpt.format.composite import Composite, context_value
+from asyncckpt.format.tree import Compose, Path, composites, descend, path_name, rebuild, tensor_paths
+from asyncckpt.model.object_classes import class_names
+from asyncckpt.plan.composite_tensors import parts_of
+from asyncckpt.plan.contents import Contents, StoredDense
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
+from asyncckpt.plan.object_checks import form_of
+
+
+class CompositeLoads:
+    """What a load does with composites. problems: why it cannot. compose: for objects that get a new state, by path.
+
+    loads: all tensors that are loaded, with their sources.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        targets: DenseTargets,
+        objects: Iterable[Rebuilt],
+        loads: Iterable[tuple[InPlace | None, StoredDense]],
+    ) -> None:
+        self.problems: list[str] = []
+        self.compose: dict[Path, Compose] = {}
+        self._stored = {path: Composite.of(node[3]) for path, node in composites(contents.tree)}
+        owners = {path: targets.owner_of(path) for path, _, _ in targets.composites}
+        in_place = [path for path, owner in owners.items() if owner is None or owner.is_module]
+        facts = {path: parts.facts for path, _, parts in targets.composites}
+        self._own = {path: facts[path] for path in in_place}
+        self._check_targets(contents, targets, {target.path: source.path for target, source in loads if target})
+        plain = {leaf.path for leaf in targets.in_place}.union(*(item.tensors for item in targets.rebuilt))
+        self.problems += [
+            f"{path_name(path)!r} is a plain tensor, a {facts.class_name} in the checkpoint"
+            for path, facts in self._stored.items()
+            if path in plain
+        ]
+        for item in objects:
+            if not item.is_module:
+                self._add_makers(item, contents)
+
+    def _check_targets(self, contents: Contents, targets: DenseTargets, sources: Mapping[Path, Path]) -> None:
+        """Compare composites with what they are loaded from, as whole ones."""
+        parts: dict[Path, list[Path | None]] = defaultdict(list)
+        for leaf in targets.in_place:
+            source = sources.get(leaf.path)
+            for end in range(1, len(leaf.path)):
+                if leaf.path[:end] in self._own:
+                    is_same = source is not None and source[end - len(leaf.path) :] == leaf.path[end:]
+                    at = source[: end - len(leaf.path)] if source is not None and is_same else None
+                    parts[leaf.path[:end]].append(at)
+        there = {item.path for item in contents.dense.values()}
+        for path, facts in self._own.items():
+            name, found = path_name(path), list(dict.fromkeys(parts.get(path, [path])))
+            stored = self._stored.get(found[0] or ())
+            if found == [None] and path in there:
+                self.problems.append(f"{name!r} is a {facts.class_name}, a plain tensor in the checkpoint")
+            elif found == [None]:
+                stored = self._stored.get(path)
+                if stored is not None and stored.kind != facts.kind:
+                    self.problems.append(f"{name!r} is a {facts.class_name}, a {stored.class_name} in the checkpoint")
+            elif len(found) > 1 or stored is None:
+                self.problems.append(f"{name!r} is one tensor, and its parts would not be loaded from those of one")
+            elif differences := list(facts.differences(stored)):
+                self.problems.append(f"{name!r} is another tensor than in the checkpoint: {'; '.join(differences)}")
+
+    def _add_makers(self, item: Rebuilt, contents: Contents) -> None:
+        """Make, for an object that gets a new state, each composite of it on trial."""
+        makers, name = Makers(item), path_name(item.path)
+        self.compose[item.path] = makers.make
+        stored = {path: facts for path, facts in self._stored.items() if path[: len(item.path)] == item.path}
+        own, saved = class_names(item.owner), contents.classes.get(item.path, ())
+        if stored and own and saved and own[0] != saved[0]:
+            kind = next(iter(stored.values())).class_name
+            self.problems.append(f"{name!r} is of class {own[0]!r}, the checkpoint has {kind} of a {saved[0]!r}")
+            return
+        forms = {dense.path: form_of(dense) for dense in contents.dense.values()} if stored else {}
+        for path, facts in stored.items():
+            if path in item.composites:
+                _, parts = item.composites[path]
+                if differences := list(parts.facts.differences(facts)):
+                    self.problems.append(f"{path_name(path)!r} is another tensor than stored: {'; '.join(differences)}")
+                    continue
+            node = descend(contents.tree, path)
+            assert node is not None
+            try:
+                rebuild(node, (forms[at] for at in tensor_paths(node, path)), iter(()), makers.make)
+            except UnsupportedError as error:
+                self.problems.append(f"{path_name(path)!r} cannot be made: {error}")
+
+
+class Makers:
+    """Makes composites for an object that gets a new state, by what there is of their classes."""
+
+    def __init__(self, item: Rebuilt) -> None:
+        self._known = {parts.text: (type(own), parts.context) for own, parts in item.composites.values()}
+
+    def _found(self, facts: Composite) -> tuple[type, Any]:
+        """Return the class and the context to make one of. UnsupportedError: there is none."""
+        text = facts.text()
+        if text in self._known and '"opaque"' not in text:
+            return self._known[text]
+        kinds = [
+            kind
+            for kind in torch.serialization.get_safe_globals()
+            if isinstance(kind, type) and issubclass(kind, torch.Tensor) and kind.__qualname__ == facts.kind
+        ]
+        same = [kind for kind in kinds if kind.__module__ == facts.module] or kinds  # A class may have moved.
+        if len(same) != 1 or not hasattr(same[0], "__tensor_unflatten__") or facts.shape is None:
+            raise UnsupportedError(
+                f"there is no {facts.class_name} to load into, and none is registered",
+                hint="make its state first, by a step with gradients of zero, or call "
+                "torch.serialization.add_safe_globals([the class])",
+            )
+        return same[0], context_value(facts.context)
+
+    def make(self, text: str, inner: Mapping[str, Any]) -> Any:
+        """Return a composite of these facts and inner tensors. UnsupportedError: nobody here makes one."""
+        facts = Composite.of(text)
+        kind, context = self._found(facts)
+        assert facts.shape is not None
+        unflatten: Any = kind.__tensor_unflatten__  # type: ignore[attr-defined]
+        try:
+            made = unflatten(dict(inner), context, torch.Size(facts.shape), facts.strides)
+        except Exception as error:
+            raise UnsupportedError(f"{facts.class_name} does not take what was stored: {error}") from error
+        if differences := list(parts_of(made, facts.class_name).facts.differences(facts)):
+            raise UnsupportedError(f"{facts.class_name} makes something else of it: {'; '.join(differences)}")
+        return made
