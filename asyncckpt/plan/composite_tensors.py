@@ -14,7 +14,9 @@ import torch
 
 from asyncckpt.errors import UnsupportedError, Words
 from asyncckpt.format.composite import CONTEXT_BYTES_MAX, INNER_TENSORS_MAX, Composite, encode_context
-from asyncckpt.format.tree import Path
+from asyncckpt.format.tree import Node, Path
+from asyncckpt.format.values import COMPOSITE
+from asyncckpt.plan.state import STATE_DEPTH_MAX, FlatState, node_of, stored_key, too_deep
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _KEPT = frozenset((bool, int, str, type(None), torch.dtype))
@@ -23,7 +25,7 @@ _known: dict[object, tuple[Composite, str]] = {}
 
 
 def is_composite(value: Any) -> bool:
-    """Return whether a tensor is of a class that says what it is made of; DTensor does, too, and is asked first."""
+    """Return whether a tensor is of a class that says what it is made of; DTensor does, too: ask that first."""
     kind = type(value)
     return (
         isinstance(value, torch.Tensor)
@@ -44,6 +46,22 @@ class Parts:
 
 
 OfComposite = tuple[Path, torch.Tensor, Parts]  # Where it is, and what it is made of.
+Composites = list[OfComposite]
+
+
+def flatten_composite(
+    value: torch.Tensor, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None
+) -> Node:
+    """Return the node of a composite, and take its inner tensors into a state. like: an earlier node of it."""
+    if len(parents) > STATE_DEPTH_MAX:
+        raise too_deep(path)
+    parts = parts_of(value, ".".join(map(str, path)))
+    if flat.composites is not None:
+        flat.composites.append((tuple(stored_key(key, path) for key in path), value, parts))
+    parents = [*parents, id(value)]
+    children = [node_of(item, flat, (*path, name), parents, None) for name, item in parts.inner.items()]
+    node = (COMPOSITE, tuple(parts.inner), tuple(children), parts.text)
+    return like if like == node else node
 
 
 def parts_of(tensor: torch.Tensor, name: str) -> Parts:

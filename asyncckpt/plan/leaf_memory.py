@@ -32,9 +32,8 @@ from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.tree import tensor_names, tensor_paths
 from asyncckpt.model.sharing import NOTHING_SHARED, SharedMemory, SharedView, Sharing, TiedLeaf
 from asyncckpt.native import U64
-from asyncckpt.plan.module_state import PLAIN_TENSORS, tensors_of
-from asyncckpt.plan.sharded_leaves import as_sharded
-from asyncckpt.plan.state import STATE_DEPTH_MAX, FlatState, is_composite_leaf
+from asyncckpt.plan.module_state import tensors_of
+from asyncckpt.plan.state import STATE_DEPTH_MAX, FlatState
 
 if TYPE_CHECKING:
     from asyncckpt.plan.leaf_facts import LeafMemory
@@ -50,26 +49,23 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def check_leaf(tensor: torch.Tensor, name: str) -> None:
-    """Refuse what cannot be saved as its plain values; UnsupportedError or UsageError naming the tensor."""
+def check_leaf(tensor: torch.Tensor, name: str, *, kind_alone: bool = False) -> None:
+    """Refuse what cannot be saved as its plain values; UnsupportedError or UsageError naming the tensor.
+
+    kind_alone: pass over what may change before a save.
+    """
     kind = type(tensor)
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        if kind_alone:
+            return
         raise UsageError(f"tensor {name!r} is not initialised", found=kind.__name__)
-    if tensor.is_meta:
+    if tensor.is_meta and not kind_alone:
         raise UnsupportedError(f"tensor {name!r} is on the meta device and has no data")
     if is_transformed(tensor):
         raise UnsupportedError(
             f"tensor {name!r} is one of a transform of torch.func, which has no memory",
             hint="save outside of it, and what it returns",
         )
-    check_kind(tensor, name)
-    stored_dtype(tensor.dtype, owner=name)
-    check_extent(tensor, name)
-
-
-def check_kind(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose memory is not its values; UnsupportedError naming it."""
-    kind = type(tensor)
     if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
         raise UnsupportedError(
             f"tensor {name!r} is of a subclass whose storage is not its value",
@@ -81,6 +77,10 @@ def check_kind(tensor: torch.Tensor, name: str) -> None:
         raise UnsupportedError(
             f"tensor {name!r} has a layout that cannot be saved", found=found, hint="save its parts as dense tensors"
         )
+    if kind_alone:
+        return
+    stored_dtype(tensor.dtype, owner=name)
+    check_extent(tensor, name)
 
 
 def check_kinds(value: Any, path: tuple[Any, ...] = ()) -> None:
@@ -91,11 +91,9 @@ def check_kinds(value: Any, path: tuple[Any, ...] = ()) -> None:
     if isinstance(value, torch.nn.Module):
         value = tensors_of(value)
     if isinstance(value, torch.Tensor):
-        if type(value) not in PLAIN_TENSORS and (
-            is_composite_leaf(value, path) or as_sharded(value, salt="") is not None
-        ):
-            return
-        check_kind(value, ".".join(map(str, path)))
+        # What is spread is asked for its parts in a save; what is fake may be so only here.
+        if not any(hasattr(value, name) for name in ("__tensor_flatten__", "local_shards", "fake_mode")):
+            check_leaf(value, ".".join(map(str, path)), kind_alone=True)
     elif type(value) in (dict, OrderedDict) and len(path) <= STATE_DEPTH_MAX:
         for key, item in value.items():
             check_kinds(item, (*path, key))

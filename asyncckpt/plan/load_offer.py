@@ -259,3 +259,17 @@ def wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
         "names differ only in 'module.' (DDP, dense_state_of) or '_orig_mod.' (torch.compile): pass the module that "
         "was wrapped, and dense_state_of(module) only where that was saved"
     )
+
+
+def inside_modules(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> Iterator[tuple[str, Path]]:
+    """Return unexpected entries inside modules that are loaded, with paths; what nobody asked for is only reported.
+
+    Nor is what only some of the ranks had: other ranks may want it now.
+    """
+
+    def is_inside(path: Path) -> bool:
+        owner = targets.owner_of(path)
+        return owner is not None and owner.is_module and path in contents.sure_paths
+
+    paths = ((name, contents.dense[name].path) for name in unexpected if name in contents.dense)
+    return ((name, path) for name, path in paths if is_inside(path))

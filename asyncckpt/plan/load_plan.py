@@ -23,7 +23,7 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, wrapped_hint
+from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, inside_modules, wrapped_hint
 from asyncckpt.plan.load_targets import (
     DenseTargets,
     InPlace,
@@ -179,7 +179,7 @@ def make_load_plan(
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
     if strict:
         own = {leaf.path for leaf in targets.in_place} if filter_func is not None else ()
-        inside = list(_inside(contents, targets, unexpected))
+        inside = list(inside_modules(contents, targets, unexpected))
         more, left = [name for name, at in inside if at not in own], [name for name, at in inside if at in own]
         groups = {"only in this state": missing, "only in the checkpoint": more, "left out by the filter": left}
         match.passing += [_counted(what, names) for what, names in groups.items() if names]
@@ -395,17 +395,3 @@ def _check_readable(contents: Contents, step: int) -> None:
             expected="one of asyncckpt.checkpoints.supported_dtypes()",
             hint="strict=False loads the other ones",
         )
-
-
-def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> Iterator[tuple[str, Path]]:
-    """Return unexpected entries inside modules that are loaded, with paths; what nobody asked for is only reported.
-
-    Nor is what only some of the ranks had: other ranks may want it now.
-    """
-
-    def is_inside(path: Path) -> bool:
-        owner = targets.owner_of(path)
-        return owner is not None and owner.is_module and path in contents.sure_paths
-
-    paths = ((name, contents.dense[name].path) for name in unexpected if name in contents.dense)
-    return ((name, path) for name, path in paths if is_inside(path))

@@ -24,7 +24,7 @@ from asyncckpt.format import limits
 from asyncckpt.format.module_facts import facts_of
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path, metadata_in
-from asyncckpt.format.values import COMPOSITE, encode_value, encode_values, mapping_kind
+from asyncckpt.format.values import encode_value, encode_values, mapping_kind
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import Table
 from asyncckpt.plan.module_state import PLAIN_TENSORS, state_of
@@ -32,7 +32,7 @@ from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.wrapped_names import unwrapped, with_plain_names
 
 if TYPE_CHECKING:
-    from asyncckpt.plan.composite_tensors import OfComposite
+    from asyncckpt.plan.composite_tensors import Composites
 
 STATE_DEPTH_MAX = 64
 # What Savers and Loaders take as `tensors`.
@@ -71,7 +71,7 @@ class FlatState:
     asked: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     live: Sequence[torch.Tensor] | None = None
     is_spelled: bool = False
-    composites: list[OfComposite] | None = None
+    composites: Composites | None = None
 
     def encoded_values(self) -> tuple[Json, ...]:
         """Return the values as the manifest has them."""
@@ -139,13 +139,9 @@ def _named(item: Any, index: int) -> tuple[str | None, Any]:
     return (name if isinstance(name, str) and name else str(index)), item
 
 
-def flatten(
-    state: Mapping[str, Any], like: Node | None = None, composites: list[OfComposite] | None = None
-) -> FlatState:
-    """Flatten a named state. UsageError naming the key path for what cannot be saved.
-
-    like: an earlier tree of it. composites: gets those of the state, with their paths and parts.
-    """
+def flatten(state: Mapping[str, Any], like: Node | None = None, composites: Composites | None = None) -> FlatState:
+    """Flatten a named state. UsageError naming the key path for what cannot be saved. like: an earlier tree of it.
+    composites: gets those of the state."""
     flat = FlatState(composites=composites)
     flat.tree = _container(state, flat, (), [], like, kind="dict")
     if not _TEXT.issuperset(map(type, flat.tree[1])):
@@ -159,20 +155,23 @@ def flatten(
 def flatten_part(value: Any, path: tuple[Any, ...], asked: dict[int, tuple[Any, Any]]) -> FlatState:
     """Flatten what is at a path of a state, and add to `asked`."""
     flat = FlatState(asked=asked)
-    flat.tree = _node(value, flat, path, [], None)
+    flat.tree = node_of(value, flat, path, [], None)
     flat.held = flat.tensors
     return flat
 
 
-def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None) -> Node:
+def node_of(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None) -> Node:
     if type(value) in _NUMBERS:  # These two first: an optimizer has thousands of each.
         _value(value, flat, path)
         return VALUE
     if type(value) is dict:
         return _container(value, flat, path, parents, like)
     if isinstance(value, (torch.Tensor, Sharded)):
-        if type(value) not in PLAIN_TENSORS and is_composite_leaf(value, path):
-            return _composite(value, flat, path, parents, like)
+        if hasattr(value, "__tensor_flatten__") and not hasattr(value, "device_mesh"):  # No DTensor.
+            from asyncckpt.plan.composite_tensors import flatten_composite, is_composite  # Few states hold any.
+
+            if isinstance(value, torch.Tensor) and is_composite(value):
+                return flatten_composite(value, flat, path, parents, like)
         _tensor(value, flat, path)
         return TENSOR
     if isinstance(value, (np.ndarray, np.generic)):
@@ -224,27 +223,6 @@ def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...
     flat.tensors.append(value)
 
 
-def is_composite_leaf(value: Any, path: tuple[Any, ...]) -> bool:
-    if not hasattr(value, "__tensor_flatten__") or as_sharded(value, salt=".".join(map(str, path))) is not None:
-        return False
-    from asyncckpt.plan.composite_tensors import is_composite  # Few states hold any.
-
-    return is_composite(value)
-
-
-def _composite(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None) -> Node:
-    from asyncckpt.plan.composite_tensors import parts_of
-
-    if len(parents) > STATE_DEPTH_MAX:
-        raise _too_deep(path)
-    parts = parts_of(value, ".".join(map(str, path)))
-    if flat.composites is not None:
-        flat.composites.append((tuple(stored_key(key, path) for key in path), value, parts))
-    children = [_node(item, flat, (*path, name), [*parents, id(value)], None) for name, item in parts.inner.items()]
-    node = (COMPOSITE, tuple(parts.inner), tuple(children), parts.text)
-    return like if like == node else node
-
-
 def _container(
     value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int], like: Node | None, kind: str = ""
 ) -> Node:
@@ -252,7 +230,7 @@ def _container(
     if id(value) in parents:
         raise UsageError(f"state {_shown(path)} contains itself")
     if len(parents) > STATE_DEPTH_MAX:
-        raise _too_deep(path)
+        raise too_deep(path)
     parents = [*parents, id(value)]
     if isinstance(value, Mapping):
         return _mapping(value, flat, path, parents, like, kind)
@@ -273,11 +251,11 @@ def _container(
     if isinstance(state, OrderedDict):
         node = _container(state, flat, path, parents, below, kind="dict")
     else:
-        node = _node(state, flat, path, parents, below)
+        node = node_of(state, flat, path, parents, below)
     return like if like is not None and node is below else ("state", node)
 
 
-def _too_deep(path: tuple[Any, ...]) -> UsageError:
+def too_deep(path: tuple[Any, ...]) -> UsageError:
     return UsageError(f"state {_shown(path[:8])}... is nested too deeply", expected=f"{STATE_DEPTH_MAX} levels")
 
 
@@ -293,7 +271,7 @@ def _sequence(
         children = (VALUE,) * len(items)
     else:
         pairs = enumerate(zip(items, repeat(None, len(items)) if like is None else like[1], strict=True))
-        children = tuple([_node(item, flat, (*path, index), parents, old) for index, (item, old) in pairs])
+        children = tuple([node_of(item, flat, (*path, index), parents, old) for index, (item, old) in pairs])
     return like if like is not None and _are_same(children, like[1]) else (kind, children)
 
 
@@ -330,7 +308,7 @@ def _mapping(
             elif old is not None and type(child) is dict and _has_tensors_of(child, old, flat):
                 children.append(old)
             else:
-                children.append(_node(child, flat, (*path, key), parents, old))
+                children.append(node_of(child, flat, (*path, key), parents, old))
     if like is not None and keys is like[1] and facts == like[3:] and _are_same(children, like[2]):
         return like
     return (kind, keys, tuple(children), *facts)

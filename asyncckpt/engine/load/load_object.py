@@ -116,7 +116,8 @@ def _put_back(owner: torch.optim.Optimizer, state: Any, as_stored: Mapping[int, 
             entries = {key: _as_stored(value, stored[key]) for key, value in now.items() if key in stored}
             entries.pop("step", None)
             if as_stored.get(id(parameter)) is not parameter.dtype:
-                entries = {key: value for key, value in entries.items() if _is_composite(value)}
+                composites = (key for key, value in entries.items() if hasattr(value, "__tensor_unflatten__"))
+                entries = {key: entries[key] for key in composites if not hasattr(entries[key], "to_local")}
             now.update(entries)
 
 
@@ -140,7 +141,7 @@ def _is_plain(value: Any) -> bool:
 
 def _as_stored(now: Any, stored: Any) -> Any:
     """Return a value of a state, with the stored tensors in place of those that were only cast."""
-    if _is_composite(stored):
+    if hasattr(stored, "__tensor_unflatten__") and not hasattr(stored, "to_local"):
         return stored  # A cast may have changed what it is.
     if isinstance(now, torch.Tensor) and isinstance(stored, torch.Tensor):
         return stored.to(now.device) if _is_cast(now, stored) else now
@@ -154,10 +155,6 @@ def _as_stored(now: Any, stored: Any) -> Any:
         same = all(one is other for one, other in zip(found, now, strict=True))
         return now if same else type(now)(found)
     return now
-
-
-def _is_composite(value: Any) -> bool:
-    return hasattr(value, "__tensor_unflatten__") and not hasattr(value, "to_local")
 
 
 def _is_cast(now: torch.Tensor, stored: torch.Tensor) -> bool:

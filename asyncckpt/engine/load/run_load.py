@@ -331,7 +331,7 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
                 not_given = [item.wrapped.get(key, key) for key in plan.not_given.get(item.path, ())]
-                filled = _live_composites(item)
+                filled = _live_composites(item) if item.composites else []
                 load_object(item.owner, state, as_stored=as_stored, not_given=not_given, filled=filled)
         except CheckpointError:
             raise
@@ -344,7 +344,7 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
 
 def _live_composites(item: Rebuilt) -> list[str]:
     """Return the keys of composites that are tensors of the module itself: its state_dict() may have given copies."""
-    if not item.composites or not item.is_module:
+    if not item.is_module:
         return []
     live = {id(tensor) for tensor in itertools.chain(item.owner.parameters(), item.owner.buffers())}
     own = {at[-1]: tensor for at, (tensor, _) in item.composites.items() if at[:-1] == item.path}
