@@ -126,10 +126,20 @@ def _remove_on_disk(
             complete(root, heads, marks, gone)
     except Exception:
         with contextlib.suppress(CheckpointError):
-            remove_each(root, left)
+            remove_marks(root, left)
         raise
-    remove_each(root, left)
+    remove_marks(root, left)
     return gone
+
+
+def remove_marks(root: CheckpointRoot, names: Iterable[str] = ()) -> None:
+    """Remove marks of this holder of LOCK, and those that it could not remove before. IOFailedError."""
+    names, root.marks_left = [*root.marks_left, *names], []
+    try:
+        remove_each(root, names)
+    except CheckpointError:
+        root.marks_left += names
+        raise
 
 
 def forget_marks(root: CheckpointRoot) -> None:

@@ -111,6 +111,7 @@ class CheckpointRoot:
     """Open folders of one checkpoint directory.
 
     in_calls: what a call of the training loop may look at. sweeps: whether a Saver removes here what failed saves left.
+    marks_left: of removals, which could not be removed yet.
     """
 
     looks_for_marks: ClassVar[int] = 1
@@ -122,6 +123,7 @@ class CheckpointRoot:
         self.manifests = manifests
         self.data = data
         self.in_calls = self
+        self.marks_left: list[str] = []
 
     @staticmethod
     def for_writing(path: Path, *, exact_modes: bool = False) -> CheckpointRoot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,11 @@ class Opened:
     def close(self) -> None:
         """Let other processes have the directory."""
         if self.lock is not None:
+            if isinstance(self.root, CheckpointRoot) and self.root.marks_left:
+                from asyncckpt.commit.removal import remove_marks  # Usually there are none.
+
+                with suppress(CheckpointError):  # Who has the directory next removes them.
+                    remove_marks(self.root)
             self.lock.release()
         self.root.close()
 

@@ -203,3 +203,25 @@ def test_sweep_leaves_the_folders_of_a_step_whose_manifest_cannot_be_read(tmp_pa
     with pytest.raises(CorruptError):
         collect_garbage(tmp_path)
     assert len(folders(tmp_path)) == 7
+
+
+@pytest.mark.parametrize("when", ["next removal", "close"])
+def test_marks_that_could_not_be_removed_go_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """They stayed until another process opened the directory, and kept `pin` from these steps."""
+
+    def fail(self: Directory, name: str, *_: Any) -> Any:
+        raise IOFailedError(f"{name!r} cannot be removed", errno=errno.EIO)
+
+    with Saver(path=tmp_path / "root", tensors={"x": 1}, keep=1) as saver:
+        saver.save(1)
+        saver.wait_idle()
+        with monkeypatch.context() as patched:
+            patched.setattr(Directory, "remove_file", fail)
+            saver.save(2)
+            saver.wait_idle()
+            assert marks(tmp_path / "root")
+        if when == "next removal":
+            saver.save(3)
+            saver.wait_idle()
+            assert not marks(tmp_path / "root")
+    assert not marks(tmp_path / "root")
