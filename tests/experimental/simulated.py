@@ -29,7 +29,7 @@ from typing import Any
 
 LINUX_ALONE = {
     os: "O_DIRECT O_PATH O_NOATIME posix_fallocate posix_fadvise memfd_create eventfd pidfd_open splice "
-    "copy_file_range sched_getaffinity sched_setaffinity sched_setscheduler getrandom getxattr setxattr",
+    "copy_file_range RWF_NOWAIT sched_getaffinity sched_setaffinity sched_setscheduler getrandom getxattr setxattr",
     fcntl: "F_OFD_GETLK F_OFD_SETLK F_OFD_SETLKW F_ADD_SEALS F_SETPIPE_SZ",
     signal: "SIGRTMIN SIGRTMAX SIGPWR SIGSTKFLT SIGPOLL sigwaitinfo sigtimedwait",
 }
