@@ -30,7 +30,7 @@ CONTEXT_DEPTH_MAX = 64
 INNER_TENSORS_MAX = 16
 _TAGS = frozenset(("enum", "record", "opaque"))
 # Where a tensor is, and whether it is trained, is the target's own.
-_OF_TARGETS = frozenset(("device", "requires_grad"))
+_OF_TARGETS = {'"device"': {"device", "NoneType"}, '"requires_grad"': {"bool"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,25 +81,48 @@ def decode_composite(value: Json, *, owner: str) -> Composite:
         for key in ("shape", "strides")
     )
     context = fields.value("context")
-    if len(dumps(context)) > CONTEXT_BYTES_MAX or not _is_shallow(context):
-        raise CorruptError(f"{owner} has a context that is too large or nested too deeply")
+    if len(dumps(context)) > CONTEXT_BYTES_MAX or not _is_well_formed(context):
+        raise CorruptError(f"{owner} has a context that is too large, nested too deeply or of no known form")
     return Composite(fields.text("class"), fields.text("module"), fields.text("dtype"), shape, strides, context)
 
 
-def _is_shallow(value: Json) -> bool:
+def _is_well_formed(value: Json) -> bool:
+    """Return whether what is compared by its parts has them; level by level, which a deep one does not end."""
     level = [value]
-    for _ in range(3 * CONTEXT_DEPTH_MAX):
+    for _ in range(4 * CONTEXT_DEPTH_MAX + 4):
         level = [item for item in level if type(item) in (list, dict)]
         if not level:
             return True
+        if not all(_has_form(item) for item in level if type(item) is dict):
+            return False
         level = [child for item in level for child in (item.values() if type(item) is dict else item)]
     return False
 
 
+def _has_form(item: dict[str, Json]) -> bool:
+    if len(item) != 1:
+        return False
+    ((tag, body),) = item.items()
+    if tag in ("record", "enum"):
+        if type(body) is not list or len(body) != 2 or type(body[0]) is not str:
+            return False
+        body = body[1] if tag == "record" else []
+    if tag == "opaque":
+        return type(body) is str
+    if tag == "tuple":
+        return type(body) is list
+    if tag in ("dict", "record"):
+        return type(body) is list and all(type(pair) is list and len(pair) == 2 for pair in body)
+    return True
+
+
 def encode_context(value: Any, *, owner: str, _depth: int = 0) -> Json:
-    """Encode a context. UsageError for one that is nested too deeply."""
+    """Encode a context. UnsupportedError for one that is nested too deeply, or has a tensor: it would not be saved."""
     if _depth > CONTEXT_DEPTH_MAX:
-        raise UsageError(f"{owner} has a context that is nested too deeply", expected=f"{CONTEXT_DEPTH_MAX} levels")
+        what = f"{owner} has a context that is nested too deeply"
+        raise UnsupportedError(what, expected=f"at most {CONTEXT_DEPTH_MAX} levels")
+    if hasattr(type(value), "__torch_function__"):
+        raise UnsupportedError(f"{owner} has a tensor in its context, which would not be saved", found=type(value))
 
     def inner(item: Any) -> Json:
         return encode_context(item, owner=owner, _depth=_depth + 1)
@@ -110,18 +133,28 @@ def encode_context(value: Any, *, owner: str, _depth: int = 0) -> Json:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return {"record": [kind.__qualname__, [[name, inner(getattr(value, name))] for name in kind._fields]]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [item.name for item in dataclasses.fields(value)]
+        names = [item.name for item in dataclasses.fields(value) if hasattr(value, item.name)]
         return {"record": [kind.__qualname__, [[name, inner(getattr(value, name))] for name in names]]}
-    if kind is list:
+    if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", ()):
+        return {"record": [kind.__qualname__, [["value", inner(value.item())]]]}
+    if isinstance(value, list):
         return [inner(item) for item in value]
     if kind is tuple:
         return {"tuple": [inner(item) for item in value]}
-    if kind is dict:
+    if isinstance(value, dict):
         return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
     try:
         return encode_value(value, owner=owner)
     except UsageError:
-        return {"opaque": (value if isinstance(value, type) else kind).__qualname__}
+        return {"opaque": _name_of(value)}
+
+
+def _name_of(value: Any) -> str:
+    """Return what can be told of an object from process to process."""
+    if isinstance(value, type):
+        return f"class {value.__qualname__}"
+    shown = repr(value)
+    return type(value).__qualname__ + ("" if " at 0x" in shown or shown.startswith("<") else f" {shown}")
 
 
 def context_value(context: Json) -> Any:
@@ -139,39 +172,41 @@ def context_value(context: Json) -> Any:
 
 
 def _differences(own: Json, stored: Json, at: str) -> Iterator[str]:
-    if own == stored and type(own) is type(stored):
+    if _text(own) == _text(stored):
         return
     if type(own) is type(stored) is list and len(own) == len(stored):
         for index, pair in enumerate(zip(own, stored, strict=True)):
             yield from _differences(*pair, f"{at}[{index}]")
-        return
-    if type(own) is type(stored) is dict and own.keys() == stored.keys() and len(own) == 1:
+    elif (
+        type(own) is type(stored) is dict and own.keys() == stored.keys() and own.keys() <= {"dict", "record", "tuple"}
+    ):
         ((tag, mine),) = own.items()
         theirs = stored[tag]
-        if tag == "opaque":
-            return  # Nobody can compare them: the target keeps its own.
-        if tag in ("dict", "record"):
-            (kind, mine), (other, theirs) = (mine, theirs) if tag == "record" else (("", mine), ("", theirs))
-            if kind == other:
-                yield from _of_named(mine, theirs, at)
-                return
-        elif tag == "tuple":
+        if tag == "tuple":
             yield from _differences(mine, theirs, at)
-            return
-    yield f"{at} is {_shown(own)}, the checkpoint's {_shown(stored)}"
+        elif tag == "dict":
+            yield from _of_named(mine, theirs, at)
+        elif mine[0] == theirs[0]:
+            yield from _of_named(mine[1], theirs[1], at)
+        else:
+            yield f"{at} is a {mine[0]}, the checkpoint's a {theirs[0]}"
+    else:
+        yield f"{at} is {_text(own)[:80]}, the checkpoint's {_text(stored)[:80]}"
 
 
 def _of_named(own: Json, stored: Json, at: str) -> Iterator[str]:
-    mine, theirs = ({json.dumps(key): item for key, item in pairs} for pairs in (own, stored))
+    mine, theirs = ({_text(key): item for key, item in pairs} for pairs in (own, stored))
     for key in {**mine, **theirs}:
         name = f"{at}.{json.loads(key)}"
-        if json.loads(key) in _OF_TARGETS:
-            continue
         if key not in mine or key not in theirs:
             yield f"{name} is only {'in the checkpoint' if key in theirs else 'here'}"
-        else:
+        elif not (key in _OF_TARGETS and {_kind_of(mine[key]), _kind_of(theirs[key])} <= _OF_TARGETS[key]):
             yield from _differences(mine[key], theirs[key], name)
 
 
-def _shown(value: Json) -> str:
-    return json.dumps(value)[:80]
+def _kind_of(value: Json) -> str:
+    return next(iter(value)) if type(value) is dict else type(value).__name__
+
+
+def _text(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -20,7 +20,7 @@ from asyncckpt.format.tree import Compose, Path, composites, descend, path_name,
 from asyncckpt.model.object_classes import class_names
 from asyncckpt.plan.composite_tensors import parts_of
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt, is_extra_state
 from asyncckpt.plan.object_checks import form_of
 
 
@@ -39,21 +39,24 @@ class CompositeLoads:
     ) -> None:
         self.problems: list[str] = []
         self.compose: dict[Path, Compose] = {}
-        self._stored = {path: Composite.of(node[3]) for path, node in composites(contents.tree)}
+        nodes = dict(composites(contents.tree))
+        self._stored = {path: Composite.of(node[3]) for path, node in nodes.items()}
+        self._names = {path: set(node[1]) for path, node in nodes.items()}
         owners = {path: targets.owner_of(path) for path, _, _ in targets.composites}
         in_place = [path for path, owner in owners.items() if owner is None or owner.is_module]
         facts = {path: parts.facts for path, _, parts in targets.composites}
         self._own = {path: facts[path] for path in in_place}
+        self._own_names = {path: set(parts.inner) for path, _, parts in targets.composites}
         self._check_targets(contents, targets, {target.path: source.path for target, source in loads if target})
+        there = {item.path for item in contents.dense.values()}
         plain = {leaf.path for leaf in targets.in_place}.union(*(item.tensors for item in targets.rebuilt))
         self.problems += [
             f"{path_name(path)!r} is a plain tensor, a {facts.class_name} in the checkpoint"
             for path, facts in self._stored.items()
-            if path in plain
+            if path in plain and path not in there
         ]
         for item in objects:
-            if not item.is_module:
-                self._add_makers(item, contents)
+            self._add_makers(item, contents)
 
     def _check_targets(self, contents: Contents, targets: DenseTargets, sources: Mapping[Path, Path]) -> None:
         """Compare composites with what they are loaded from, as whole ones."""
@@ -62,8 +65,10 @@ class CompositeLoads:
             source = sources.get(leaf.path)
             for end in range(1, len(leaf.path)):
                 if leaf.path[:end] in self._own:
-                    is_same = source is not None and source[end - len(leaf.path) :] == leaf.path[end:]
-                    at = source[: end - len(leaf.path)] if source is not None and is_same else None
+                    at = source
+                    if source is not None:
+                        is_same = source[end - len(leaf.path) :] == leaf.path[end:]
+                        at = source[: end - len(leaf.path)] if is_same else ()  # Of no composite.
                     parts[leaf.path[:end]].append(at)
         there = {item.path for item in contents.dense.values()}
         for path, facts in self._own.items():
@@ -77,14 +82,22 @@ class CompositeLoads:
                     self.problems.append(f"{name!r} is a {facts.class_name}, a {stored.class_name} in the checkpoint")
             elif len(found) > 1 or stored is None:
                 self.problems.append(f"{name!r} is one tensor, and its parts would not be loaded from those of one")
-            elif differences := list(facts.differences(stored)):
-                self.problems.append(f"{name!r} is another tensor than in the checkpoint: {'; '.join(differences)}")
+            else:
+                differences = list(facts.differences(stored))
+                if self._own_names[path] != self._names[found[0] or ()]:
+                    mine, theirs = sorted(self._own_names[path]), sorted(self._names[found[0] or ()])
+                    differences.append(f"its inner tensors are {mine}, the checkpoint's {theirs}")
+                if differences:
+                    told = "; ".join(differences)
+                    self.problems.append(f"{name!r} is another tensor than in the checkpoint: {told}")
 
     def _add_makers(self, item: Rebuilt, contents: Contents) -> None:
-        """Make, for an object that gets a new state, each composite of it on trial."""
+        """Try to make each composite that an object gets a new one of: all in its state, of a module in extra states."""
         makers, name = Makers(item), path_name(item.path)
         self.compose[item.path] = makers.make
         stored = {path: facts for path, facts in self._stored.items() if path[: len(item.path)] == item.path}
+        if item.is_module:
+            stored = {path: facts for path, facts in stored.items() if any(map(is_extra_state, path))}
         own, saved = class_names(item.owner), contents.classes.get(item.path, ())
         if stored and own and saved and own[0] != saved[0]:
             kind = next(iter(stored.values())).class_name
@@ -120,6 +133,7 @@ class Makers:
             kind
             for kind in torch.serialization.get_safe_globals()
             if isinstance(kind, type) and issubclass(kind, torch.Tensor) and kind.__qualname__ == facts.kind
+            if not hasattr(kind, "device_mesh")
         ]
         same = [kind for kind in kinds if kind.__module__ == facts.module] or kinds  # A class may have moved.
         if len(same) != 1 or not hasattr(same[0], "__tensor_unflatten__") or facts.shape is None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import UnsupportedError, Words
-from asyncckpt.format.composite import CONTEXT_BYTES_MAX, INNER_TENSORS_MAX, Composite, encode_context
+from asyncckpt.errors import CorruptError, UnsupportedError, Words
+from asyncckpt.format.composite import INNER_TENSORS_MAX, Composite, encode_context
 from asyncckpt.format.tree import Node, Path
 from asyncckpt.format.values import COMPOSITE
 from asyncckpt.plan.state import STATE_DEPTH_MAX, FlatState, node_of, stored_key, too_deep
@@ -25,13 +25,18 @@ _known: dict[object, tuple[Composite, str]] = {}
 
 
 def is_composite(value: Any) -> bool:
-    """Return whether a tensor is of a class that says what it is made of; DTensor does, too: ask that first."""
+    """Return whether a tensor is of a class that says what it is made of.
+
+    DTensor, which is spread, is none, nor is what a collective has yet to fill (AsyncCollectiveTensor).
+    """
     kind = type(value)
     return (
         isinstance(value, torch.Tensor)
         and kind.__torch_dispatch__ is not _PLAIN_DISPATCH
         and hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
+        and not hasattr(kind, "device_mesh")
+        and not hasattr(kind, "trigger_wait")
     )
 
 
@@ -78,8 +83,6 @@ def parts_of(tensor: torch.Tensor, name: str) -> Parts:
         if not isinstance(value, torch.Tensor) or value is tensor:
             raise _unsupported(tensor, name, f"its {each!r} is no inner tensor")
     facts, text = _said_of(tensor, context, name)
-    if len(text) > CONTEXT_BYTES_MAX:
-        raise _unsupported(tensor, name, f"its context takes {len(text)} characters, at most {CONTEXT_BYTES_MAX}")
     return Parts(inner, context, facts, text)
 
 
@@ -103,6 +106,10 @@ def _said_of(tensor: torch.Tensor, context: Any, name: str) -> tuple[Composite, 
         context=encode_context(context, owner=f"tensor {name!r}"),
     )
     found = facts, facts.text()
+    try:
+        Composite.of(found[1])
+    except CorruptError as error:  # No reader would take it.
+        raise _unsupported(tensor, name, str(error)) from error
     if key is not None and shape is not None:
         if len(_known) >= _KNOWN_MAX:
             _known.clear()
@@ -115,3 +122,15 @@ def _unsupported(tensor: torch.Tensor, name: str, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"tensor {name!r} cannot be taken apart: {why}", found=Words(f"{kind.__module__}.{kind.__qualname__}")
     )
+
+
+def on_device(tensor: Any, device: torch.device) -> Any:
+    """Return a composite with its inner tensors on a device; itself if they are there. Others are moved as usual."""
+    if not is_composite(tensor):
+        return tensor.to(device)
+    parts = parts_of(tensor, type(tensor).__qualname__)
+    moved = {name: on_device(inner, device) for name, inner in parts.inner.items()}
+    if all(moved[name] is inner for name, inner in parts.inner.items()):
+        return tensor
+    unflatten: Any = type(tensor).__tensor_unflatten__
+    return unflatten(moved, parts.context, tensor.shape, tensor.stride())

@@ -83,7 +83,7 @@ def check_leaf(tensor: torch.Tensor, name: str, *, kind_alone: bool = False) -> 
     check_extent(tensor, name)
 
 
-def check_kinds(value: Any, path: tuple[Any, ...] = ()) -> None:
+def check_kinds(value: Any, path: tuple[Any, ...] = (), parents: tuple[int, ...] = ()) -> None:
     """Refuse tensors that no save takes, where they can be seen without asking an object for its state.
 
     UnsupportedError naming one. So a job ends when its Saver is made, not when it has trained until the first save.
@@ -94,12 +94,10 @@ def check_kinds(value: Any, path: tuple[Any, ...] = ()) -> None:
         # What is spread is asked for its parts in a save; what is fake may be so only here.
         if not any(hasattr(value, name) for name in ("__tensor_flatten__", "local_shards", "fake_mode")):
             check_leaf(value, ".".join(map(str, path)), kind_alone=True)
-    elif type(value) in (dict, OrderedDict) and len(path) <= STATE_DEPTH_MAX:
-        for key, item in value.items():
-            check_kinds(item, (*path, key))
-    elif type(value) in (list, tuple) and len(path) <= STATE_DEPTH_MAX:
-        for index, item in enumerate(value):
-            check_kinds(item, (*path, index))
+    elif type(value) in (dict, OrderedDict, list, tuple) and id(value) not in parents and len(path) <= STATE_DEPTH_MAX:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in pairs:
+            check_kinds(item, (*path, key), (*parents, id(value)))
 
 
 def check_leaves(flat: FlatState) -> None:

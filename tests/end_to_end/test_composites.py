@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import OrderedDict
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import asyncckpt
-from asyncckpt import IncompatibleError, Loader, Saver, UnsupportedError
+from asyncckpt import CorruptError, IncompatibleError, Loader, Saver, UnsupportedError
+from asyncckpt.format.composite import decode_composite
+from asyncckpt.plan.composite_tensors import on_device
 from tests.worlds.composites import Granularity, Int8Rows, Momentum8, Rounding, Twofold, int8_rows
 
 CONTEXT = (Granularity(1, Rounding.NEAREST), {"bits": 8, "kind": torch.int8})
@@ -411,7 +416,7 @@ def test_a_class_that_does_not_take_it_is_tried_before_anything_is_filled(
     assert torch.equal(target.weight, before)
 
 
-class Copying(Int8Rows):
+class CopiesOnDetach(Int8Rows):
     """What its detach() gives has inner tensors of its own."""
 
     @classmethod
@@ -429,7 +434,7 @@ class Copying(Int8Rows):
 def test_a_module_whose_state_dict_gives_copies_is_filled(tmp_path: Path, is_asked: bool) -> None:
     def model_of(seed: int) -> torch.nn.Module:
         model, rows = quantized(1), int8_rows(seed)
-        model[0].weight = torch.nn.Parameter(Copying(rows.codes, rows.scale), requires_grad=False)
+        model[0].weight = torch.nn.Parameter(CopiesOnDetach(rows.codes, rows.scale), requires_grad=False)
         if is_asked:
             model.register_state_dict_post_hook(lambda *_: None)
         return model
@@ -438,3 +443,220 @@ def test_a_module_whose_state_dict_gives_copies_is_filled(tmp_path: Path, is_ask
     asyncckpt.save(tmp_path, {"model": model})
     Loader(tmp_path, tensors={"model": other}).load()
     assert same(bits(other[0].weight), bits(model[0].weight))
+
+
+def test_what_hooks_make_of_it_is_loaded_through_them(tmp_path: Path) -> None:
+    """The state dict has a composite that the module has not."""
+
+    def quantize(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        rows = Int8Rows(torch.zeros(8, 6, dtype=torch.int8), torch.ones(8))
+        rows.put(module.weight.detach())
+        state[f"{prefix}weight"] = rows
+
+    def restore(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].shown()
+
+    models = [torch.nn.Linear(6, 8) for _ in range(2)]
+    for model in models:
+        model.register_state_dict_post_hook(quantize)
+        model.register_load_state_dict_pre_hook(restore)
+    asyncckpt.save(tmp_path, {"model": models[0]})
+    Loader(tmp_path, tensors={"model": models[1]}).load()
+    assert torch.equal(models[1].weight, models[0].state_dict()["weight"].shown())
+
+
+class Optional(Int8Rows):
+    """With a third inner tensor or without it."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale", *(["more"] if hasattr(self, "more") else [])], self.context
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("has_more", ["stored", "target"])
+def test_all_inner_tensors_of_both_are_the_same_ones(tmp_path: Path, has_more: str, strict: bool) -> None:
+    stored, target = (Optional(rows.codes, rows.scale) for rows in map(int8_rows, (1, 2)))
+    vars({"stored": stored, "target": target}[has_more])["more"] = torch.ones(3)
+    asyncckpt.save(tmp_path, {"w": stored})
+    before = bits(target)
+    with pytest.raises(IncompatibleError, match=r"inner tensors are .*'codes'.*'more'|is one tensor"):
+        Loader(tmp_path, tensors={"w": target}, strict=strict).load()
+    assert same(bits(target), before)
+
+
+@pytest.mark.parametrize("sources", [("c", None), ("c", "s"), ("v.scale", "v.codes")])
+def test_a_filter_gives_it_no_parts_of_something_else(tmp_path: Path, sources: tuple[str, str | None]) -> None:
+    plain = int8_rows(5)
+    asyncckpt.save(tmp_path, {"v": Twofold(torch.ones(6), torch.ones(6)), "c": plain.codes, "s": plain.scale})
+    target = Twofold(torch.zeros(6), torch.zeros(6)) if sources[0][0] == "v" else int8_rows(2)
+    names = ("w.first", "w.second") if sources[0][0] == "v" else ("w.codes", "w.scale")
+    if sources[0][0] == "v":
+        sources = ("v.second", "v.first")
+
+    def exchange(_: Any) -> Any:
+        return {name: {source: []} for name, source in zip(names, sources, strict=True) if source is not None}
+
+    before = [inner.clone() for inner in vars(target).values() if isinstance(inner, torch.Tensor)]
+    with pytest.raises(IncompatibleError, match="'w' is one tensor"):
+        Loader(tmp_path, tensors={"w": target}, filter_func=exchange, strict=False).load()
+    assert same(tuple(inner for inner in vars(target).values() if isinstance(inner, torch.Tensor)), tuple(before))
+
+
+class Kind:
+    pass
+
+
+class OtherKind:
+    pass
+
+
+CONTEXTS: dict[str, tuple[Any, Any]] = {
+    "numbers of NumPy": (np.float32(1), np.float32(2)),
+    "classes": (Kind, OtherKind),
+    "objects": (Kind(), OtherKind()),
+    "an enum in a mapping": (OrderedDict(a=Rounding.DOWN), OrderedDict(a=Rounding.NEAREST)),
+    "decimals": (Decimal(1), Decimal(2)),
+    "memory formats": (torch.channels_last, torch.contiguous_format),
+    "bool and int": ([True], [1]),
+    "keys of bool and int": ({True: 2}, {1: 2}),
+    "keys that are dtypes": ({torch.int8: 1}, {torch.int8: 2}),
+    "keys that are enums": ({Rounding.DOWN: 1}, {Rounding.DOWN: 2}),
+    "a number called device": ({"device": 1}, {"device": 2}),
+    "kinds": ((1, 2), [1, 2]),
+}
+
+
+@pytest.mark.parametrize("which", CONTEXTS)
+def test_contexts_that_differ_are_told_apart(tmp_path: Path, which: str) -> None:
+    stored, own = CONTEXTS[which]
+    asyncckpt.save(tmp_path, {"w": int8_rows(1, context=stored)})
+    Loader(tmp_path, tensors={"w": int8_rows(2, context=stored)}).load()
+    with pytest.raises(IncompatibleError, match=r"context.* the checkpoint's|context.*only in the checkpoint"):
+        Loader(tmp_path, tensors={"w": int8_rows(2, context=own)}).load()
+
+
+def test_where_it_is_and_whether_it_is_trained_is_the_targets_own(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"w": int8_rows(1, context={"device": torch.device("cuda:1"), "requires_grad": True})})
+    target = int8_rows(2, context={"device": torch.device("cpu"), "requires_grad": False})
+    Loader(tmp_path, tensors={"w": target}).load()
+    assert same(bits(target), bits(int8_rows(1)))
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "a tensor": lambda: {"zero_point": torch.ones(2)},
+    "too large": lambda: "\u00e4" * 40_000,
+    "too deep": lambda: nested(66),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_context_that_no_load_could_take_is_refused_by_the_save(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UnsupportedError, match="'w'"):
+        asyncckpt.save(tmp_path, {"w": int8_rows(1, context=REFUSED[kind]())})
+    asyncckpt.save(tmp_path, {"w": int8_rows(1, context=nested(60))})
+
+
+class RowsInExtraState(torch.nn.Module):
+    """Its rows are its extra state."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rows = int8_rows(seed)
+
+    def get_extra_state(self) -> Any:
+        return {"rows": self.rows}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.rows = state["rows"]
+
+
+def test_an_extra_state_gets_composites(tmp_path: Path) -> None:
+    model, other = RowsInExtraState(1), RowsInExtraState(2)
+    asyncckpt.save(tmp_path, {"model": model})
+    Loader(tmp_path, tensors={"model": other}).load()
+    assert type(other.rows) is Int8Rows
+    assert same(bits(other.rows), bits(model.rows))
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_an_optimizer_would_cast_stays_what_it_is(tmp_path: Path, is_alone: bool) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(6, 8).bfloat16()
+    other = copy.deepcopy(model)
+    optimizer, second = (Momentum8([each.weight]) for each in (model, other))
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    asyncckpt.save(tmp_path, {"model": model, "optimizer": optimizer})
+    state = {"optimizer": second} if is_alone else {"optimizer": second, "model": other}
+    with torch.serialization.safe_globals([Int8Rows]):
+        Loader(tmp_path, tensors=state, strict=False).load()
+    found = second.state[other.weight]["momentum"]
+    assert type(found) is Int8Rows
+    assert found.dtype is torch.float32
+    assert same(bits(found), bits(optimizer.state[model.weight]["momentum"]))
+    assert second.state[other.weight]["steps"] == 1
+
+
+def test_it_moves_with_its_inner_tensors() -> None:
+    tensor = Twofold(int8_rows(1), torch.ones(6, 8))
+    assert on_device(tensor, torch.device("cpu")) is tensor
+    moved = on_device(tensor, torch.device("meta"))
+    assert type(moved) is Twofold
+    assert moved.first.codes.is_meta
+    assert moved.second.is_meta
+
+
+def test_what_a_collective_has_yet_to_fill_is_refused(tmp_path: Path) -> None:
+    pending = type("Pending", (Int8Rows,), {"trigger_wait": lambda self: None})
+    with pytest.raises(UnsupportedError, match="Pending"):
+        asyncckpt.save(tmp_path, {"w": pending(torch.zeros(6, 8, dtype=torch.int8), torch.ones(6))})
+
+
+def test_a_state_that_contains_itself_twice_is_refused_by_its_save(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"x": torch.ones(2)}
+    state["a"] = state["b"] = state
+    with Saver(path=tmp_path, tensors=state) as saver, pytest.raises(asyncckpt.UsageError, match="contains itself"):
+        saver.save(1)
+
+
+FORGED: list[Any] = [
+    {"record": []},
+    {"record": ["A", 5]},
+    {"record": [5, []]},
+    {"record": ["A", [["x"]]]},
+    {"dict": 5},
+    {"dict": [[1]]},
+    {"dict": [[1, 2]], "tuple": []},
+    {"tuple": {}},
+    {"opaque": 5},
+    {"enum": "A"},
+    {},
+]
+
+
+@pytest.mark.parametrize("context", FORGED, ids=json.dumps)
+def test_a_forged_context_is_refused(context: Any) -> None:
+    facts = {"class": "A", "module": "m", "dtype": "int8", "shape": [2], "strides": [1], "context": [context]}
+    with pytest.raises(CorruptError, match="of no known form"):
+        decode_composite(facts, owner="a manifest")
+
+
+def test_torchs_own_safe_classes_are_made_by_no_name(tmp_path: Path) -> None:
+    import torch.distributed.tensor  # It registers DTensor.
+
+    kind: Any = type("DTensor", (Int8Rows,), {})
+    model = torch.nn.Linear(6, 8)
+    optimizer, second = Momentum8([model.weight]), Momentum8([model.weight])
+    train(model, optimizer, 1)
+    rows = optimizer.state[model.weight]["momentum"]
+    optimizer.state[model.weight]["momentum"] = kind(rows.codes, rows.scale)
+    asyncckpt.save(tmp_path, {"optimizer": optimizer})
+    with pytest.raises(IncompatibleError, match=r"DTensor to load into, and none is registered"):
+        Loader(tmp_path, tensors={"optimizer": second}).load()

@@ -66,7 +66,7 @@ def load_object(
 
 def _copied(owner: torch.nn.Module, state: Any) -> Any:
     """Return the state dict of a module with copies of what others than torch make something of."""
-    changing = [name for name, module in owner.named_modules(remove_duplicate=False) if _changes_state(module)]
+    changing = [name for name, module in owner.named_modules(remove_duplicate=False) if changes_state(module)]
     if not changing:
         return state
     # A wrapper may leave itself out of the names of its state dict.
@@ -83,7 +83,7 @@ def _copied(owner: torch.nn.Module, state: Any) -> Any:
     return found
 
 
-def _changes_state(module: torch.nn.Module) -> bool:
+def changes_state(module: torch.nn.Module) -> bool:
     """Return whether code that is not torch's may change a state dict that a module gets."""
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     loading = (module.load_state_dict, module._load_from_state_dict, *(getattr(hook, "func", hook) for hook in hooks))
@@ -115,10 +115,8 @@ def _put_back(owner: torch.optim.Optimizer, state: Any, as_stored: Mapping[int, 
         if isinstance(now, dict) and isinstance(stored, Mapping):
             entries = {key: _as_stored(value, stored[key]) for key, value in now.items() if key in stored}
             entries.pop("step", None)
-            if as_stored.get(id(parameter)) is not parameter.dtype:
-                composites = (key for key, value in entries.items() if hasattr(value, "__tensor_unflatten__"))
-                entries = {key: entries[key] for key in composites if not hasattr(entries[key], "to_local")}
-            now.update(entries)
+            if any(entries[key] is not now[key] for key in entries) and as_stored.get(id(parameter)) is parameter.dtype:
+                now.update(entries)
 
 
 def _like_parameters(owner: torch.optim.Optimizer) -> None:
@@ -141,8 +139,6 @@ def _is_plain(value: Any) -> bool:
 
 def _as_stored(now: Any, stored: Any) -> Any:
     """Return a value of a state, with the stored tensors in place of those that were only cast."""
-    if hasattr(stored, "__tensor_unflatten__") and not hasattr(stored, "to_local"):
-        return stored  # A cast may have changed what it is.
     if isinstance(now, torch.Tensor) and isinstance(stored, torch.Tensor):
         return stored.to(now.device) if _is_cast(now, stored) else now
     found: list[Any]

@@ -10,7 +10,6 @@ checkpoint of several ranks, everything that this one needs) is read and checked
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -324,15 +323,20 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
         rebuilt = {**rebuilt, **shared_again(plain, contents.shared)}
     for item in plan.objects:
         if item.is_module:
-            state = _module_state(item, rebuilt, contents, plan.metadata.get(item.path))
+            state = _module_state(item, rebuilt, contents, plan)
         else:
             state = _stored(item.path, rebuilt, contents, plan.compose.get(item.path))
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
                 not_given = [item.wrapped.get(key, key) for key in plan.not_given.get(item.path, ())]
-                filled = _live_composites(item) if item.composites else []
-                load_object(item.owner, state, as_stored=as_stored, not_given=not_given, filled=filled)
+                load = partial(load_object, item.owner, as_stored=as_stored, not_given=not_given)
+                if plan.compose:
+                    from asyncckpt.engine.load.load_composites import load_with_composites  # Few states hold any.
+
+                    load_with_composites(item, state, load)
+                else:
+                    load(state)
         except CheckpointError:
             raise
         except Exception as error:
@@ -342,16 +346,7 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
             ) from error
 
 
-def _live_composites(item: Rebuilt) -> list[str]:
-    """Return the keys of composites that are tensors of the module itself: its state_dict() may have given copies."""
-    if not item.is_module:
-        return []
-    live = {id(tensor) for tensor in itertools.chain(item.owner.parameters(), item.owner.buffers())}
-    own = {at[-1]: tensor for at, (tensor, _) in item.composites.items() if at[:-1] == item.path}
-    return [item.wrapped.get(key, key) for key, tensor in own.items() if id(tensor) in live]
-
-
-def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents, metadata: Any) -> Any:
+def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents, plan: LoadPlan) -> Any:
     """Return the state dict of a module with its own tensors, but its extra states as they were stored: a module that
     is new has others, and none of what came in training.
     """
@@ -359,6 +354,7 @@ def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Cont
     own_tensors = (rebuilt.get(path, own) for path, own in item.tensors.items())
     state = rebuild(item.tree, own_tensors, iter(values))
     state.update({path[-1]: tensor for path, (tensor, _) in item.composites.items() if path[:-1] == item.path})
+    metadata = plan.metadata.get(item.path)
     if metadata is not None:
         state = with_metadata(state, metadata)
     for key in filter(is_extra_state, state):
@@ -368,7 +364,7 @@ def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Cont
         found = [at for at in paths if at in rebuilt or at in item.tensors]
         if node is not None and found == paths:
             tensors = {at: rebuilt[at] if at in rebuilt else item.tensors[at] for at in paths}
-            state[key] = _stored(path, tensors, contents)
+            state[key] = _stored(path, tensors, contents, plan.compose.get(item.path))
     return with_wrapped_names(item.owner, state, item.wrapped)
 
 

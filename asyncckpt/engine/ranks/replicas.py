@@ -29,7 +29,7 @@ from asyncckpt.engine.ranks.holdings import TableSlice, is_replicated, is_whole,
 from asyncckpt.engine.save.state_cut import ByPeers
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.strict_json import Json, dumps, loads
-from asyncckpt.format.tree import VALUE, Path, leaves
+from asyncckpt.format.tree import VALUE, Path, composites, leaves
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import HoldsRange, Table
 from asyncckpt.plan.state import FlatState
@@ -154,6 +154,7 @@ def _range(table: Table) -> tuple[int, int, int] | None:
 def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> ReplicaList:
     paths = [path for path, node in leaves(flat.tree) if node is not VALUE]
     buffers = _buffer_paths(flat)
+    facts = {path: node[3] for path, node in composites(flat.tree)}
     items = []
     for leaf, (path, tensor) in enumerate(zip(paths, flat.tensors, strict=True)):
         spread = flat.sharded.get(leaf)
@@ -163,6 +164,8 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> 
                 items.append(_boxes(json.dumps(path), spread, leaf))
         else:
             form = f"{tensor.dtype} {list(tensor.shape)}"
+            if path[:-1] in facts:
+                form += f" of {facts[path[:-1]]}"
             is_buffer = path in buffers
             by_first = is_buffer or tensor.nbytes <= SMALL_BYTES_MAX
             items.append(Replica(json.dumps(path), tensor.nbytes, form, leaf, by_first=by_first, is_buffer=is_buffer))
