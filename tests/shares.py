@@ -1,6 +1,6 @@
 """Lists that tests go through item by item: each EVERY-th is taken, all of them by default.
 
-`.ci/run` takes a fourth: at least one of each group, else by chance, so that no pattern of the list is left out. What
+`.ci/run` takes a share: at least one of each group, else by chance, so that no pattern of the list is left out. What
 is drawn depends on the list's name, the core, and ASYNCCKPT_SHARE, a number that CI takes from the commit and prints.
 `make test-faults` and `make test-interrupts` take all.
 """

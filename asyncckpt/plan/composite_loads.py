@@ -92,7 +92,7 @@ class CompositeLoads:
                     self.problems.append(f"{name!r} is another tensor than in the checkpoint: {told}")
 
     def _add_makers(self, item: Rebuilt, contents: Contents) -> None:
-        """Try to make each composite that an object gets a new one of: all in its state, of a module in extra states."""
+        """Try to make each composite of which an object gets a new one: in its state, of a module in extra states."""
         makers, name = Makers(item), path_name(item.path)
         self.compose[item.path] = makers.make
         stored = {path: facts for path, facts in self._stored.items() if path[: len(item.path)] == item.path}

@@ -27,7 +27,7 @@ _known: dict[object, tuple[Composite, str]] = {}
 def is_composite(value: Any) -> bool:
     """Return whether a tensor is of a class that says what it is made of.
 
-    DTensor, which is spread, is none, nor is what a collective has yet to fill (AsyncCollectiveTensor).
+    Not DTensor, which is spread, nor what a collective has yet to fill (AsyncCollectiveTensor).
     """
     kind = type(value)
     return (
