@@ -660,3 +660,26 @@ def test_torchs_own_safe_classes_are_made_by_no_name(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"optimizer": optimizer})
     with pytest.raises(IncompatibleError, match=r"DTensor to load into, and none is registered"):
         Loader(tmp_path, tensors={"optimizer": second}).load()
+
+
+@pytest.mark.parametrize("kind", ["alike", "other context", "plain"])
+def test_ranks_hold_the_same_one_or_are_told(tmp_path: Path, kind: str) -> None:
+    own = int8_rows(1, rows=900, context=[1])
+    others = {"alike": own, "other context": int8_rows(1, rows=900, context=[2]), "plain": torch.ones(900, 8)}
+
+    def save(rank: int, value: Any) -> None:
+        in_turn = asyncckpt.RankOptions(in_turn=True)
+        with Saver(shard_index=rank, shard_num=2, path=tmp_path, tensors={"w": value}, ranks=in_turn) as saver:
+            saver.save(1)
+
+    save(0, own)
+    if kind == "other context":
+        with pytest.raises(asyncckpt.ConflictError, match="w"):
+            save(1, others[kind])
+        return
+    save(1, others[kind])
+    found = asyncckpt.load(tmp_path)["w"]
+    assert same((found["codes"], found["scale"]), bits(own))
+    target = int8_rows(2, rows=900, context=[1])
+    Loader(tmp_path, tensors={"w": target}, strict=kind == "alike").load()
+    assert same(bits(target), bits(own))
