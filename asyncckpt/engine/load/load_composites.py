@@ -63,7 +63,9 @@ def _load_beside(owner: torch.optim.Optimizer, state: Any, load: Callable[[Any],
     for number, entry in entries.items():
         found = {key: item for key, item in entry.items() if is_composite(item)} if isinstance(entry, dict) else {}
         taken[number] = found
-        others[number] = {**entry, **{key: torch.zeros((), device="cpu") for key in found}} if found else entry
+        others[number] = (
+            {**entry, **{key: torch.zeros((), dtype=torch.float32, device="cpu") for key in found}} if found else entry
+        )
     load({**state, "state": others})
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
