@@ -93,7 +93,9 @@ def check_kinds(value: Any, path: tuple[Any, ...] = (), parents: tuple[int, ...]
     if isinstance(value, torch.Tensor):
         # What is spread is asked for its parts in a save; what is fake may be so only here.
         if not any(hasattr(value, name) for name in ("__tensor_flatten__", "local_shards", "fake_mode")):
-            check_leaf(value, ".".join(map(str, path)), kind_alone=True)
+            # Keys that cannot be stored are told by a save; as decimal digits some cannot even be shown.
+            name = ".".join(hex(key) if type(key) is int and key.bit_length() > 64 else str(key) for key in path)
+            check_leaf(value, name, kind_alone=True)
     elif type(value) in (dict, OrderedDict, list, tuple) and id(value) not in parents and len(path) <= STATE_DEPTH_MAX:
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in pairs:
