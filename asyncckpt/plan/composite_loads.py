@@ -103,7 +103,7 @@ class CompositeLoads:
             kind = next(iter(stored.values())).class_name
             self.problems.append(f"{name!r} is of class {own[0]!r}, the checkpoint has {kind} of a {saved[0]!r}")
             return
-        forms = {dense.path: form_of(dense) for dense in contents.dense.values()} if stored else {}
+        dense = {item.path: item for item in contents.dense.values()} if stored else {}
         for path, facts in stored.items():
             if path in item.composites:
                 _, parts = item.composites[path]
@@ -113,7 +113,7 @@ class CompositeLoads:
             node = descend(contents.tree, path)
             assert node is not None
             try:
-                rebuild(node, (forms[at] for at in tensor_paths(node, path)), iter(()), makers.make)
+                rebuild(node, (form_of(dense.get(at)) for at in tensor_paths(node, path)), iter(()), makers.make)
             except UnsupportedError as error:
                 self.problems.append(f"{path_name(path)!r} cannot be made: {error}")
 

@@ -94,8 +94,8 @@ def _said_of(tensor: torch.Tensor, context: Any, name: str) -> tuple[Composite, 
     key = None
     if type(context) in (list, tuple) and _KEPT.issuperset(map(type, context)):
         key = kind, form, type(context), tuple(map(type, context)), tuple(context)
-        if key in _known:
-            return _known[key]
+        if (known := _known.get(key)) is not None:  # At once: another thread may clear it.
+            return known
     shape, strides = (item if all(type(size) is int for size in item) else None for item in form[1:])
     facts = Composite(
         kind=kind.__qualname__,

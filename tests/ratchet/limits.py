@@ -28,7 +28,7 @@ BUDGET = {
     "lines of the core": {FIRST: 48_054, ATTACKED: 46, MODULES: 1_076, FILTERS: 7, LOWBIT: 756},
     "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059, LOWBIT: 1},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_253, ATTACKED: 153, MODULES: 42, WORLDS: -354, LOWBIT: 1088},
+    "lines of tests": {FIRST: 107_253, ATTACKED: 153, MODULES: 42, WORLDS: -354, LOWBIT: 1103},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }
