@@ -112,8 +112,11 @@ class CompositeLoads:
                     continue
             node = descend(contents.tree, path)
             assert node is not None
+            if left_out := [at for at in tensor_paths(node, path) if at not in dense]:
+                self.problems.append(f"{path_name(path)!r} is incomplete: {path_name(left_out[0])!r} was not stored")
+                continue
             try:
-                rebuild(node, (form_of(dense.get(at)) for at in tensor_paths(node, path)), iter(()), makers.make)
+                rebuild(node, (form_of(dense[at]) for at in tensor_paths(node, path)), iter(()), makers.make)
             except UnsupportedError as error:
                 self.problems.append(f"{path_name(path)!r} cannot be made: {error}")
 

@@ -25,10 +25,10 @@ FILTERS = "filters that join tables, or that no load takes, are refused"
 LOWBIT = "tensors of classes of their own are saved by their inner tensors"
 WORLDS = "scaffolds that tests share are in tests/worlds/, and one test holds the language"
 BUDGET = {
-    "lines of the core": {FIRST: 48_054, ATTACKED: 46, MODULES: 1_076, FILTERS: 7, LOWBIT: 756},
+    "lines of the core": {FIRST: 48_054, ATTACKED: 46, MODULES: 1_076, FILTERS: 7, LOWBIT: 759},
     "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059, LOWBIT: 1},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_253, ATTACKED: 153, MODULES: 42, WORLDS: -354, LOWBIT: 1103},
+    "lines of tests": {FIRST: 107_253, ATTACKED: 153, MODULES: 42, WORLDS: -354, LOWBIT: 1107},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }
