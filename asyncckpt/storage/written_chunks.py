@@ -82,7 +82,8 @@ class WrittenChunks:
                 return None
             os.ftruncate(fd, end)
             for name in folder.names():
-                _remove(folder, name, notes)
+                if name != WRITTEN_NAME:
+                    _remove(folder, name, notes)
             return WrittenChunks(folder, fd, notes)
         except OSError:
             os.close(fd)
@@ -143,6 +144,8 @@ class WrittenChunks:
 
     def end(self) -> None:
         """Remove the notes: what they tell of is complete."""
+        if system.fcntl is None:  # Windows removes no file that is open.
+            self.close()
         self.folder.remove_file(WRITTEN_NAME)
         self.close()
 
@@ -238,9 +241,9 @@ def _noted_bytes(own: dict[int, tuple[int, str]]) -> int:
 
 
 def _remove(folder: Directory, name: str, notes: _Notes, place: str = "") -> None:
-    """Remove what is in a folder, except noted files, and the notes."""
+    """Remove what is in a folder, except noted files."""
     key = f"{place}{name}"
-    if key in notes or (notes and key == WRITTEN_NAME):
+    if key in notes:
         return
     status = folder.entry_status(name)
     if status is not None and stat.S_ISDIR(status.st_mode):
