@@ -19,16 +19,16 @@ MODULES_OF_A_SAVE = 147  # Of the package, loaded by `import asyncckpt.saver` an
 # The rest of the package is the core.
 DOORS = ("adapters", "cli", "dcp", "embcache", "formats", "integrations", "observe", "strategies", "testing")
 FIRST = "when features had left the way of a save"
-ATTACKED = "mends of what attacks on the plain path found"
+ATTACKED = "mends of what attacks on the plain path and the slow suites found"
 MODULES = "what modules hold has moved from adapters/ to modules/, for the core imports no door"
 FILTERS = "filters that join tables, or that no load takes, are refused"
 LOWBIT = "tensors of classes of their own are saved by their inner tensors"
 WORLDS = "scaffolds that tests share are in tests/worlds/, and one test holds the language"
 BUDGET = {
-    "lines of the core": {FIRST: 48_054, ATTACKED: 46, MODULES: 1_076, FILTERS: 7, LOWBIT: 759},
+    "lines of the core": {FIRST: 48_054, ATTACKED: 49, MODULES: 1_076, FILTERS: 7, LOWBIT: 759},
     "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059, LOWBIT: 1},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_253, ATTACKED: 153, MODULES: 42, WORLDS: -354, LOWBIT: 1107},
+    "lines of tests": {FIRST: 107_253, ATTACKED: 181, MODULES: 42, WORLDS: -354, LOWBIT: 1143},
     "public names": {FIRST: 225},
     "parameters of public names": {FIRST: 174},
 }

@@ -114,3 +114,40 @@ class Momentum8(torch.optim.Optimizer):
                 now = 0.9 * state["momentum"].shown() + parameter.grad
                 state["momentum"].put(now)
                 parameter.sub_(group["lr"] * state["momentum"].shown())
+
+
+CONTEXT = (Granularity(1, Rounding.NEAREST), {"bits": 8, "kind": torch.int8})
+
+
+def bits(tensor: Any) -> tuple[Any, ...]:
+    return tensor.codes.clone(), tensor.scale.clone()
+
+
+def same(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        loss = (model(inputs) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class RowsInExtraState(torch.nn.Module):
+    """Its rows are its extra state."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rows = int8_rows(seed)
+
+    def get_extra_state(self) -> Any:
+        return {"rows": self.rows}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.rows = state["rows"]
