@@ -19,17 +19,18 @@ With several ranks all of them do this together: they restore one step, stop aft
 from __future__ import annotations
 
 import atexit
-import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from time import monotonic
 from typing import Any
 
 from asyncckpt.arguments import check_seconds, check_type
+from asyncckpt.checkpointer_options import check_options, parts_of
 from asyncckpt.commit.discover import committed_steps
 from asyncckpt.engine.features.go_back import choose_step, go_back, store_of
 from asyncckpt.engine.load.run_load import LoadRequest
@@ -38,25 +39,21 @@ from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks import steps_together
 from asyncckpt.engine.ranks.open_directory import look_for_all, which_of_all
 from asyncckpt.engine.ranks.steps_together import StepsTogether
-from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, nearest, warn
+from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
 from asyncckpt.format.names import check_step
 from asyncckpt.loader import load_now
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
-from asyncckpt.modules.named_parts import BARE, named_parts
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, BusyPolicy, DeltaPolicy, KeepPolicy, RankOptions
 from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics, check_every
-from asyncckpt.plan.state import may_be_state
+from asyncckpt.plan.load_offer import LoadFilter
 from asyncckpt.saver import Saver
 from asyncckpt.shard.reader import read_threads
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.folder import check_place
 
 _MAX_HOURS = "max_hours"
-# Parameters of a Saver that are no options, and what to do instead.
-_STATE, _ARGUMENT = "give the parts of the state by name, model=model", "give it to the Checkpointer itself"
-_NO_OPTIONS = {"path": _ARGUMENT, "keep": _ARGUMENT, "deltas": _ARGUMENT, "hashtables": _STATE, "tensors": _STATE}
-_OPTIONS = tuple(name for name in inspect.signature(Saver).parameters if name not in _NO_OPTIONS)
+_AS_SAVED = LoadRequest()
 
 
 class Checkpointer:
@@ -95,20 +92,8 @@ class Checkpointer:
         if max_hours is not None:
             check_seconds("max_hours", max_hours, above_zero=True)
         options = {} if options is None else options
-        _check_options(options)
-        if not state:
-            example = "Checkpointer('ckpt', every=500, model=model, optimizer=optimizer)"
-            raise UsageError("no state was given", hint=f"name what to save: {example}")
-        for name, value in state.items():
-            if name in _OPTIONS and (isinstance(value, BARE) or not may_be_state(value)):
-                what = f"{name!r} is an argument of Saver, not a part of the state"
-                shown = repr(value) if isinstance(value, BARE) else "..."
-                raise UsageError(what, hint=f"pass options={{{name!r}: {shown}}}")
-        tables, tensors = named_parts(state)
-        for name, value in tensors.items():
-            if not may_be_state(value):
-                hint = "arguments of Saver go into options={...}"
-                raise UsageError(f"{name!r} cannot be saved", found=type(value), hint=hint)
+        check_options(options)
+        tables, tensors = parts_of(state)
         more = {"keep": keep, "deltas": deltas, **options}
         ranks = more.get("ranks", RankOptions())
         check_type("ranks", ranks, RankOptions)
@@ -162,7 +147,17 @@ class Checkpointer:
         """What the last `restore` has loaded; None before it, and when there was nothing to load."""
         return self._report
 
-    def restore(self, step: int | None = None, *, discard_newer: bool = False) -> int:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        discard_newer: bool = False,
+        strict: bool = True,
+        cast: bool = False,
+        rename: Mapping[str, str] | None = None,
+        resize: Collection[str] = (),
+        filter_func: LoadFilter | None = None,
+    ) -> int:
         """Load a step, by default the newest, into the state; return the step to go on with: 0 in an empty directory.
 
         A directory without checkpoints that is uploaded goes on from those in the store.
@@ -170,6 +165,10 @@ class Checkpointer:
         To go back, name the step: what was saved after it is discarded, durably, when the step is loaded, so that the
         directory tells one history. UsageError, with nothing changed, if that needs discard_newer=True and it is not
         given, or a newer step is pinned. Every rank calls it, with the same arguments. Waits for saves in flight.
+
+        strict, cast, rename, resize, filter_func: for a model that has changed since, see Loader. The same call also
+        restores what is saved afterwards. `report` has what is missing.
+
         Raises as Loader.load does, and then the last step is not saved at the end. If parts of the state were filled,
         all saves raise until a `restore` succeeds or `begin_anew` is called.
         """
@@ -177,6 +176,8 @@ class Checkpointer:
         with self._together.restoring():
             step = check_step(step)
             check_type("discard_newer", discard_newer, bool)
+            check_type("cast", cast, bool)
+            how = LoadRequest(filter_func=filter_func, strict=strict, cast=cast, rename=rename or {}, resize=resize)
             self._periodic.drain()
             self._saver._wait_in_flight(SAVE_DEADLINE_S)
             target, uploads = self._saver._target, self._saver._uploads
@@ -185,7 +186,7 @@ class Checkpointer:
                 assert isinstance(chosen, list)
                 step, url = chosen
                 assert isinstance(step, int)
-                self._load_step(step, discard_newer=discard_newer, url=None if url is None else str(url))
+                self._load_step(step, how, discard_newer=discard_newer, url=None if url is None else str(url))
         if self._together.is_asked:  # Nothing is to be saved.
             self._termination.leave()
         return 0 if chosen is None or step is None else step + 1
@@ -273,13 +274,15 @@ class Checkpointer:
         finally:
             self._termination.end()
 
-    def _load_step(self, step: int, *, discard_newer: bool, url: str | None = None) -> None:
+    def _load_step(
+        self, step: int, how: LoadRequest = _AS_SAVED, *, discard_newer: bool, url: str | None = None
+    ) -> None:
         """Load a step on all ranks, of the directory or from the store, and make it the newest one."""
         # From here on, also when an error ends it, the state is not that of the last step any more.
         self._last_step = self._step_ended = None
         self._periodic._forget_last()
         try:
-            report = self._together.all_done(lambda: self._load(step, url or self.path))
+            report = self._together.all_done(lambda: self._load(step, url or self.path, how))
             self._saver._target.memory.half_loaded = None
         except CorruptError:
             older = [other for other in committed_steps(self._saver._target.root) if other < step]
@@ -299,9 +302,10 @@ class Checkpointer:
                 RuntimeWarning,
             )
 
-    def _load(self, step: int, path: str) -> LoadReport:
+    def _load(self, step: int, path: str, how: LoadRequest) -> LoadReport:
         target = self._saver._target
-        request = LoadRequest(
+        request = replace(
+            how,
             tables=target.tables,
             state=target.state,
             step=step,
@@ -358,17 +362,6 @@ class Checkpointer:
 
 # Those that are not closed, by path. They stay alive: the last step of one that nobody holds is to be saved, too.
 _open: dict[str, Checkpointer] = {}
-
-
-def _check_options(options: Any) -> None:
-    """Check that options are further arguments of a Saver; it checks their values."""
-    check_type("options", options, Mapping)
-    for name in options:
-        if name not in _OPTIONS:
-            hint = _NO_OPTIONS.get(name) or nearest(name, _OPTIONS) or f"options: {', '.join(_OPTIONS)}"
-            raise UsageError(f"a Checkpointer has no option {name!r}", hint=hint)
-    if "shard_index" in options and "shard_num" not in options:
-        raise UsageError("option 'shard_index' is given without 'shard_num'", found=options["shard_index"])
 
 
 def _end_earlier(path: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Literal
 
@@ -53,12 +53,19 @@ class Loader(WaitsUntilFree):
     step             None: the newest
     strict           raise IncompatibleError for missing entries, for unexpected ones inside a module, and for tables of
                      a module that are not in hashtables while the checkpoint has tables that nothing takes; else report
-                     them, and warn if nothing is loaded at all
+                     them, and warn if nothing is loaded at all. Then an optimizer takes what was saved of the tables,
+                     and of the parameters with names (`param_names`), that it still has, slots of another shape are as
+                     in new rows, and an object that does not fit stays as it is, with a warning
     verify           True: check digests while reading. "before": read and check everything (if several ranks have
                      saved, everything that this one needs) before any target is touched. False: do not check
     cast             fill targets of other dtypes than were saved, tables too: floats from floats, rounded to the
                      nearest as torch does it, and integers from integers whose values they all hold. Else another dtype
                      is an IncompatibleError
+    rename           {old: new} for tables, tensors and values that have another name now, or what their names begin
+                     with up to a dot. What the checkpoint has under its new name already is not renamed
+    resize           names of tables and tensors, or what these begin with, that may have another shape, with as many
+                     dimensions, than was saved: what both shapes have is loaded. The rest of a tensor stays as it is;
+                     that of a row is as in a new row, that of an optimizer's moments 0
     merge            add rows to what a table holds (as RecIS does); by default a table is emptied first
     fallback         if the wanted step is damaged, load the newest older one that is sound, and report that
     on_busy          "raise" or "wait" while a save or load of this process is in flight, or a BusyPolicy. None: load
@@ -92,6 +99,8 @@ class Loader(WaitsUntilFree):
         strict: bool = True,
         verify: bool | Literal["before"] = True,
         cast: bool = False,
+        rename: Mapping[str, str] | None = None,
+        resize: Collection[str] = (),
         merge: bool = False,
         fallback: bool = False,
         on_busy: OnBusy | BusyPolicy | None = None,
@@ -119,6 +128,8 @@ class Loader(WaitsUntilFree):
             strict=strict,
             verify=verify,
             cast=cast,
+            rename=rename or {},
+            resize=resize,
             merge=merge,
             fallback=fallback,
             threads=read_threads(parallel),

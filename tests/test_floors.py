@@ -52,6 +52,7 @@ FLOORS = {
     "states": 6,
     "periodic": 6,
     "checkpointer": 6,
+    "checkpointer_options": 6,
     "checkpoints": 6,
     "compaction": 6,
     "inspection": 6,
@@ -85,6 +86,8 @@ NEIGHBOURS = {
     ("checkpointer", "saver"),  # A Checkpointer is a Saver, a PeriodicSaver and a Loader over one state.
     ("checkpointer", "periodic"),
     ("checkpointer", "loader"),
+    ("checkpointer", "checkpointer_options"),
+    ("checkpointer_options", "saver"),
     ("periodic", "saver"),  # A PeriodicSaver is used around a Saver.
     ("states", "saver"),  # A state is saved by a Saver, and loaded by a Loader without targets.
     ("states", "loader"),

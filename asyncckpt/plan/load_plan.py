@@ -5,25 +5,23 @@ What could be loaded, and the filter on it, is in load_offer.py.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncckpt.errors import IncompatibleError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import check_encoding
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import Compose, Path, kinds_in, path_name
+from asyncckpt.format.tree import Compose, Path, kinds_in
 from asyncckpt.format.values import COMPOSITE
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
+from asyncckpt.model.table import ID_COLUMN, Column, Role, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, inside_modules, wrapped_hint
+from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, inside_modules
 from asyncckpt.plan.load_targets import (
     DenseTargets,
     InPlace,
@@ -39,7 +37,8 @@ from asyncckpt.plan.object_checks import ObjectChecks, memory_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
-PROBLEMS_SHOWN_MAX = 20
+if TYPE_CHECKING:
+    from asyncckpt.plan.changed_states import Changes
 
 
 @dataclass(frozen=True)
@@ -69,19 +68,22 @@ class DenseLoad:
 class TableLoadPlan:
     """Fill a table from shards of its sources, each with the columns to take (`id` among them).
 
-    passed_over: further shards of its sources, which hold no id that the table owns.
+    passed_over: further shards of its sources, which hold no id that the table owns. resized: columns of which rows
+    have another shape than was stored; each gets what both have, the rest of it is as of a new row.
     """
 
     name: str
     table: Table
     sources: tuple[tuple[StoredShard, tuple[str, ...]], ...]
     passed_over: tuple[StoredShard, ...] = ()
+    resized: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class LoadPlan:
     """All that is loaded. metadata: of modules and `state_dicts`. not_given: see loaded_modules.py. apart: targets that
     overlap, see overlapping_targets.py. compose: makes composites of the states of objects, by the paths of these.
+    fits: what makes the states of objects fit, by the paths of these. left: objects that are not loaded, and why.
     is_empty: nothing of what the targets ask for.
     """
 
@@ -96,6 +98,8 @@ class LoadPlan:
     state_dicts: tuple[Rebuilt, ...] = ()
     apart: tuple[Apart, ...] = ()
     compose: Mapping[Path, Compose] = field(default_factory=dict)
+    fits: Mapping[Path, Callable[[Any], Any]] = field(default_factory=dict)
+    left: Mapping[Path, Sequence[str]] = field(default_factory=dict)
     is_empty: bool = False
 
     def of_apart(self) -> LoadPlan:
@@ -139,19 +143,24 @@ def make_load_plan(
     cast: bool = False,
     left_out: Callable[[], Sequence[str]] = tuple,
     is_part: bool = False,
+    changes: Changes | None = None,
 ) -> LoadPlan:
     """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense.
 
     cast: targets of other dtypes fit if these can be cast. left_out: returns tables that modules of the targets hold,
     and that are not destinations. With strict they do not fit a checkpoint with tables that nothing takes. is_part:
-    other directories hold the rest of the tables.
+    other directories hold the rest of the tables. changes: what of the model has another name or shape now.
     """
-    if strict:
-        _check_readable(contents, chain.step)
+    if strict and contents.unreadable:
+        from asyncckpt.plan.load_problems import raise_unreadable
+
+        raise_unreadable(contents.unreadable, chain.step)
+    if changes is not None:
+        changes.check_known([*tables, *(leaf.name for leaf in targets.in_place)])
     targets = targets.with_extra_states_of(contents)
     offer = Offer.of(contents, targets, tables)
     answer, missing = offer.settled(offer.filtered(filter_func), strict=strict)
-    match = _Match(chain, contents, targets, strict, cast, is_part)
+    match = _Match(chain, contents, targets, strict, cast, is_part, changes)
     by_name = {item.name: item for item in targets.in_place}
     dense: list[DenseLoad] = []
     planned: list[TableLoadPlan] = []
@@ -162,12 +171,21 @@ def make_load_plan(
             dense += match.dense(destination, by_name.get(destination), sources)
         else:
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
-    objects = match.objects(dense)
+    loads, checks, objects = [(load.target, load.source) for load in dense], None, tuple[Rebuilt, ...]()
+    if targets.rebuilt:
+        checks = ObjectChecks(contents, targets, loads, strict=strict, changes=changes, absent=match.absent)
+        objects = checks.loaded({load.source.path for load in dense if load.is_for_object})
+        match.problems += checks.incomplete
+        match.of_objects, match.absent = checks.unfit, match.absent | checks.missing
+        if checks.left:  # Nothing of these is filled.
+            dense = [
+                load for load in dense if not load.is_for_object or owner_of(load.source.path, checks.left) is None
+            ]
     compose: Mapping[Path, Compose] = {}
     if targets.composites or COMPOSITE in kinds_in(contents.tree):
         from asyncckpt.plan.composite_loads import CompositeLoads  # Few states hold any.
 
-        composites = CompositeLoads(contents, targets, objects, [(load.target, load.source) for load in dense])
+        composites = CompositeLoads(contents, targets, objects, loads)
         match.problems += composites.problems
         compose = composites.compose
     modules = None
@@ -182,15 +200,17 @@ def make_load_plan(
         inside = list(inside_modules(contents, targets, unexpected))
         more, left = [name for name, at in inside if at not in own], [name for name, at in inside if at in own]
         groups = {"only in this state": missing, "only in the checkpoint": more, "left out by the filter": left}
-        match.passing += [_counted(what, names) for what, names in groups.items() if names]
-        not_taken = [name for name in unexpected if name in contents.tables][:PROBLEMS_SHOWN_MAX]
-        if not_taken:
-            why = f"not in hashtables, and the checkpoint has tables that nothing takes: {not_taken}"
-            match.passing += [f"{place} would not be loaded: {why}" for place in left_out()]
-        empty = [path_name(path) for path in targets.empty if path in contents.prefixes]
-        why = "is empty, the checkpoint has tensors there (asyncckpt.load returns them)"
-        match.passing += [f"{path!r} {why}" for path in empty]
-    match.raise_problems(missing, unexpected)
+        match.named = {what: names for what, names in groups.items() if names}
+        not_taken = [name for name in unexpected if name in contents.tables]
+        empty = [path for path in targets.empty if path in contents.prefixes]
+        if not_taken or empty:
+            from asyncckpt.plan.load_problems import left_behind
+
+            match.passing += left_behind(not_taken, left_out() if not_taken else (), empty)
+    if match.problems or match.of_objects or match.passing or match.named:
+        from asyncckpt.plan.load_problems import raise_problems
+
+        raise_problems(match, chain.step, missing, unexpected)
     plan = LoadPlan(
         dense=chosen,
         tables=tuple(planned),
@@ -203,6 +223,8 @@ def make_load_plan(
         info=answer,
         apart=apart,
         compose=compose,
+        fits={} if checks is None else checks.fits,
+        left={} if checks is None else checks.left,
         is_empty=not (chosen or planned or objects or contents.values.keys() & targets.values)
         and bool(tables or targets.in_place or targets.rebuilt or targets.values),
     )
@@ -214,20 +236,28 @@ class _Match:
     """The loads of destinations from sources of a checkpoint; `absent` names the columns that stay as they are filled
     for new rows.
 
-    problems: what does not fit. passing: what does not with `strict` alone. of_objects: likewise for what objects would
-    get. could_be_cast: whether `cast` would make something fit.
+    problems: what does not fit. passing: what does not with `strict` alone; named: likewise, names by what they are.
+    of_objects: what does not of that which objects would get. could_be_cast, could_be_resized: whether `cast`, or
+    `resize`, would make something fit.
     """
 
     def __init__(
-        self, chain: Chain, contents: Contents, targets: DenseTargets, strict: bool, cast: bool, is_part: bool
+        self,
+        chain: Chain,
+        contents: Contents,
+        targets: DenseTargets,
+        strict: bool,
+        cast: bool,
+        is_part: bool,
+        changes: Changes | None,
     ) -> None:
-        self.problems: list[str] = []
-        self.passing: list[str] = []
-        self.of_objects: list[str] = []
+        self.problems, self.passing, self.of_objects = list[str](), list[str](), list[str]()
+        self.named: dict[str, Sequence[str]] = {}
         self.absent: dict[str, None] = {}
-        self.could_be_cast, self._is_part = False, is_part
+        self.could_be_cast, self.could_be_resized, self._is_part = False, False, is_part
         self._chain, self._contents, self._targets, self._strict, self._cast = chain, contents, targets, strict, cast
-        objects = [item for item in targets.rebuilt if not item.is_module]
+        self._changes = changes
+        objects = (item for item in targets.rebuilt if not item.is_module)
         self._builders = {item.path: ObjectLeaves(item, contents.values) for item in objects}
 
     def dense(self, name: str, target: InPlace | None, sources: dict[str, list[str]]) -> Iterator[DenseLoad]:
@@ -247,13 +277,19 @@ class _Match:
             return
         self._check_dtype(repr(name), target.dtype, dtype_by_name(stored.dtype, owner=source).dtype)
         if target.whole_shape != stored.shape:
-            if self._is_resized(target, stored):
+            if self._resizes_itself(target, stored):
                 yield DenseLoad(target=None, source=stored)
                 return
-            self.problems.append(f"{name!r} has shape {target.whole_shape}, the checkpoint {stored.shape}")
+            if not self._is_resized(name, target.whole_shape, stored.shape):
+                self.problems.append(f"{name!r} has shape {target.whole_shape}, the checkpoint {stored.shape}")
         yield DenseLoad(target=target, source=stored)
 
-    def _is_resized(self, target: InPlace, stored: StoredDense) -> bool:
+    def _is_resized(self, name: str, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
+        """Return whether what both shapes have is to be loaded."""
+        self.could_be_resized |= len(shape) == len(stored)
+        return len(shape) == len(stored) and self._changes is not None and self._changes.resizes(name)
+
+    def _resizes_itself(self, target: InPlace, stored: StoredDense) -> bool:
         owner = self._targets.owner_of(target.path)
         if owner is None or not owner.is_module or target.path != stored.path:
             return False
@@ -263,36 +299,12 @@ class _Match:
     def _resizing(self) -> ResizingModules:
         return ResizingModules(self._contents)
 
-    def objects(self, dense: Sequence[DenseLoad]) -> tuple[Rebuilt, ...]:
-        """Return the objects whose tensors are all loaded. One with none of them loaded is left alone."""
-        if not self._targets.rebuilt:
-            return ()
-        loaded = {load.source.path for load in dense if load.is_for_object}
-        checks = ObjectChecks(self._contents, self._targets, [(load.target, load.source) for load in dense])
-        wanted: dict[Path, list[Path]] = defaultdict(list)
-        for path in self._contents.leaf_paths:
-            owner = self._targets.owner_of(path)
-            if owner is not None:
-                wanted[owner.path].append(path)
-        filled = {load.target.path[:end] for load in dense if load.target for end in range(len(load.target.path))}
-        chosen = []
-        for item in self._targets.rebuilt:
-            if not self._contents.has(item.path) and not (item.is_module and item.path in filled):
-                continue
-            left_out = [path for path in wanted[item.path] if path not in loaded]
-            if item.is_module or not left_out:
-                chosen.append(item)
-                self.of_objects += checks.problems(item) if self._contents.has(item.path) else []
-            elif len(left_out) < len(wanted[item.path]):
-                name = path_name(left_out[0])
-                self.problems.append(f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out")
-        return tuple(chosen)
-
     def table(self, name: str, table: Table, sources: dict[str, list[str]]) -> TableLoadPlan:
         schema = table.schema()
         chosen: list[tuple[StoredShard, tuple[str, ...]]] = []
         passed_over: list[StoredShard] = []
         held: list[Shard] = []
+        resized: set[str] = set()
         for source, columns in sources.items():
             stored = self._contents.tables.get(source)
             if stored is None:
@@ -300,15 +312,17 @@ class _Match:
                 continue
             if ID_COLUMN not in columns or len(columns) < 2 or len(set(columns)) != len(columns):
                 self.problems.append(f"table {name!r} needs {ID_COLUMN!r} and at least one more column of {source!r}")
+            left: set[str] = set()
             for column in columns:
-                self._check_column(name, column, stored, schema.column(column))
+                self._check_column(name, column, stored, schema.column(column), resized, left)
+            columns = [column for column in columns if column not in left]
             for shard in stored.shards:
                 if owns_ids(table) or may_share_ids(shard.shard, table.shard):
                     chosen.append((shard, tuple(columns)))
                 else:
                     passed_over.append(shard)
             held += [shard.shard for shard in stored.shards]
-            absent = [c.name for c in schema.columns if c.name not in {*stored.columns, *columns}]
+            absent = [c.name for c in schema.columns if c.name in left or c.name not in {*stored.columns, *columns}]
             if self._strict and absent:
                 self.passing.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
             self.absent |= dict.fromkeys(f"{name}@{column}" for column in absent)
@@ -317,9 +331,12 @@ class _Match:
             if self._strict:
                 self.passing.append(f"table {name!r} takes ids of which the checkpoint has none: it has only {only}")
             self.absent[f"{name}: all but {only}"] = None
-        return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
+        return TableLoadPlan(name, table, tuple(chosen), tuple(passed_over), frozenset(resized))
 
-    def _check_column(self, table: str, column: str, stored: StoredTable, wanted: Column | None) -> None:
+    def _check_column(
+        self, table: str, column: str, stored: StoredTable, wanted: Column | None, resized: set[str], left: set[str]
+    ) -> None:
+        """Compare a column with the stored one. resized, left: it is added to these if it is loaded so, or not."""
         what, numbers = f"column {column!r} of table {table!r}", stored.columns.get(column)
         if numbers is None:
             self.problems.append(f"{what} is not in the checkpoint")
@@ -328,9 +345,15 @@ class _Match:
             self.problems.append(f"table {table!r} has no column {column!r}")
             return
         spec = self._chain.blocks[numbers[0]].placed.spec
-        self._check_dtype(what, wanted.dtype, dtype_by_name(spec.dtype, owner=spec.name).dtype)
         if tuple(wanted.row_shape) != tuple(spec.shape[1:]):
-            self.problems.append(f"{what} has rows {wanted.row_shape}, the checkpoint {spec.shape[1:]}")
+            if self._is_resized(table, tuple(wanted.row_shape), spec.shape[1:]):
+                resized.add(column)
+            elif not self._strict and wanted.role is Role.OPTIMIZER:  # As in a new row.
+                left.add(column)
+                return
+            else:
+                self.problems.append(f"{what} has rows {wanted.row_shape}, the checkpoint {spec.shape[1:]}")
+        self._check_dtype(what, wanted.dtype, dtype_by_name(spec.dtype, owner=spec.name).dtype)
 
     def _check_dtype(self, what: str, wanted: torch.dtype, stored: torch.dtype) -> None:
         castable = wanted is not stored and can_be_cast(stored, wanted)
@@ -339,19 +362,6 @@ class _Match:
         self.could_be_cast |= castable
         why = ", which cannot be cast to it" if self._cast else ""
         self.problems.append(f"{what} has dtype {wanted}, the checkpoint {stored}{why}")
-
-    def raise_problems(self, missing: list[str], unexpected: list[str]) -> None:
-        problems = [*self.problems, *self.of_objects, *self.passing]
-        if not problems:
-            return
-        shown = "; ".join(problems[:PROBLEMS_SHOWN_MAX])
-        more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
-        passes = "Loader(..., strict=False) loads what matches, filter_func renames" if self.passing else ""
-        cast = "cast=True converts dtypes" if self.could_be_cast else ""
-        alike = "make such an object as the one that was saved, or leave it out of the load" if self.of_objects else ""
-        what = f"step {self._chain.step} does not match this state, and nothing was changed: {shown}{more}"
-        hints = (wrapped_hint(missing, unexpected), passes, cast, alike)
-        raise IncompatibleError(what, hint="; ".join(filter(None, hints)))
 
     def check_encodings(self, plan: LoadPlan) -> None:
         """Raise UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
@@ -362,12 +372,6 @@ class _Match:
             spec = self._chain.blocks[number].placed.spec
             if spec.encoding:
                 check_encoding(spec)
-
-
-def _counted(what: str, names: Sequence[str]) -> str:
-    """Return a problem of names: how many, and the first of them."""
-    more = f", {len(names) - PROBLEMS_SHOWN_MAX} more" if len(names) > PROBLEMS_SHOWN_MAX else ""
-    return f"{what} ({len(names)}): {', '.join(map(repr, names[:PROBLEMS_SHOWN_MAX]))}{more}"
 
 
 def _settled(
@@ -385,13 +389,3 @@ def _settled(
         if index not in filled or load.is_for_object
     ]
     return tuple(chosen), tuple(apart.values())
-
-
-def _check_readable(contents: Contents, step: int) -> None:
-    for name, dtype in contents.unreadable.items():
-        raise UnsupportedError(
-            f"tensor {name!r} of step {step} has a dtype that this version cannot read",
-            found=dtype,
-            expected="one of asyncckpt.checkpoints.supported_dtypes()",
-            hint="strict=False loads the other ones",
-        )

@@ -15,9 +15,9 @@ were: one may have been made before its optimizer got the last ones.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import lr_scheduler
@@ -29,6 +29,9 @@ from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_torchs
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
 from asyncckpt.plan.wrapped_names import bare_name
+
+if TYPE_CHECKING:
+    from asyncckpt.plan.changed_states import Changes
 
 # What torch's own optimizers keep for every element of a parameter.
 _LIKE_PARAMETERS = frozenset(
@@ -44,13 +47,69 @@ _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_in
 
 
 class ObjectChecks:
-    """Checks of the objects of one load. loads: its tensors, each with its source."""
+    """Which objects are loaded. loads: the tensors of a load, each with its source.
+
+    unfit: what was stored that an object would not take. left: where the load is not strict, those that are not loaded
+    for this, and why. incomplete: states of which tensors are left out. missing: what gets nothing. fits: what makes
+    the states of objects fit, see changed_states.py.
+    """
 
     def __init__(
-        self, contents: Contents, targets: DenseTargets, loads: Sequence[tuple[InPlace | None, StoredDense]]
+        self,
+        contents: Contents,
+        targets: DenseTargets,
+        loads: Sequence[tuple[InPlace | None, StoredDense]],
+        *,
+        strict: bool,
+        changes: Changes | None,
+        absent: Collection[str],
     ) -> None:
-        self._contents, self._targets, self._loads = contents, targets, loads
+        self.unfit, self.incomplete = list[str](), list[str]()
+        self.left: dict[Path, list[str]] = {}
+        self.missing: dict[str, None] = {}
+        self.fits: dict[Path, Callable[[Any], Any]] = {}
+        self._contents, self._targets, self._loads, self._strict = contents, targets, loads, strict
         self._dense = {item.path: item for item in contents.dense.values()}
+        self._changed = None
+        if not strict or changes is not None:
+            from asyncckpt.plan.changed_states import ChangedStates
+
+            self._changed = ChangedStates(contents, targets, loads, changes, absent, strict, self.missing)
+
+    def loaded(self, made: Collection[Path]) -> tuple[Rebuilt, ...]:
+        """Return the objects whose tensors are all loaded. One with none of them loaded is left alone. made: the paths
+        of tensors that are loaded for objects.
+        """
+        wanted: dict[Path, list[Path]] = defaultdict(list)
+        for path in self._contents.leaf_paths:
+            owner = self._targets.owner_of(path)
+            if owner is not None:
+                wanted[owner.path].append(path)
+        filled = {target.path[:end] for target, _ in self._loads if target for end in range(len(target.path))}
+        chosen = []
+        for item in self._targets.rebuilt:
+            if not self._contents.has(item.path) and not (item.is_module and item.path in filled):
+                continue
+            left_out = [path for path in wanted[item.path] if path not in made]
+            if not item.is_module and left_out:
+                if len(left_out) < len(wanted[item.path]):
+                    name = path_name(left_out[0])
+                    what = f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out"
+                    self.incomplete.append(what)
+                continue
+            problems = self.problems(item) if self._contents.has(item.path) else []
+            if problems and not self._strict:
+                self.left[item.path] = problems
+                self.missing[path_name(item.path)] = None
+                continue
+            chosen.append(item)
+            self.unfit += problems
+        return tuple(chosen)
+
+    @property
+    def _lists_of_groups(self) -> tuple[str, ...]:
+        """What schedulers have one item of for each group: in a load where groups may have changed."""
+        return () if self._changed is None else ("base_lrs", "min_lrs")
 
     @cached_property
     def _names(self) -> Mapping[object, Sequence[str]]:
@@ -71,6 +130,8 @@ class ObjectChecks:
             return []
         name, stored = path_name(item.path), self._state(item.path)
         classes = self._contents.classes.get(item.path, ())
+        if self._changed is not None and (fit := self._changed.of(item)) is not None:
+            self.fits[item.path], stored = fit, fit(stored)
         try:
             if hasattr(type(own), "_check_state"):
                 own._check_state(stored)
@@ -78,7 +139,7 @@ class ObjectChecks:
             if isinstance(own, torch.optim.Optimizer):
                 return [f"{name!r} {what}" for what in self._of_optimizer(own, stored, classes)]
             if isinstance(own, lr_scheduler.LRScheduler):
-                return [f"{name!r} {what}" for what in _of_scheduler(own, stored, classes)]
+                return [f"{name!r} {what}" for what in _of_scheduler(own, stored, classes, self._lists_of_groups)]
             if own.is_enabled() and not (isinstance(stored, Mapping) and stored.keys() >= _SCALER_KEYS):
                 return [f"{name!r} is a GradScaler, and a disabled one, or none, was saved"]
         except CheckpointError as error:
@@ -178,6 +239,16 @@ def form_of(stored: StoredDense | None) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device="cpu").expand(stored.shape)
 
 
+def is_optimizer_state(stored: Any) -> bool:
+    """Return whether what was stored is the state of an optimizer, as torch's have it."""
+    if not isinstance(stored, Mapping) or not isinstance(stored.get("state"), Mapping):
+        return False
+    groups = stored.get("param_groups")
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+
+
 def _is_text(state: Any, numbers: Collection[Any]) -> bool:
     """Return whether the keys of states are the text of the numbers of parameters."""
     return isinstance(state, Mapping) and any(
@@ -235,7 +306,7 @@ def _other_shapes(own: torch.optim.Optimizer, parameters: Mapping[Any, Any], sta
             return
 
 
-def _of_scheduler(own: Any, stored: Any, classes: Collection[str]) -> Iterator[str]:
+def _of_scheduler(own: Any, stored: Any, classes: Collection[str], more: tuple[str, ...] = ()) -> Iterator[str]:
     state = own.state_dict()
     if not isinstance(stored, Mapping):
         yield "is a scheduler, and no state of one was saved"
@@ -244,7 +315,7 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str]) -> Iterator[s
     if other := _other_class(own, classes, public[0] - public[1], public[1] - public[0]):
         yield other
         return
-    for key in _ASKED_FOR:
+    for key in (*_ASKED_FOR, *more):
         mine, theirs = state.get(key), stored.get(key)
         if key in state and key not in stored:
             yield f"has {key!r}, the checkpoint none: it may be of another scheduler"

@@ -105,7 +105,7 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
         tables = []
         for item, found in pairs:
             load = opened.loads[item.name]
-            tables.append(_Filling(item, found, load, _goes_ahead(found, load, uploads)))
+            tables.append(_Filling(item, found, load, not item.resized and _goes_ahead(found, load, uploads)))
         for table in tables:
             if table.is_ahead:
                 scatters += _queue_columns(table, reader, uploads)
@@ -137,6 +137,7 @@ def uploads_of_load() -> AbstractContextManager[Uploads | None]:
 def _begin_load(item: TableLoadPlan, found: list[LayerRows], *, clear: bool, opened: OpenLoads) -> None:
     total = sum(len(layer.ids) if layer.mine is None else len(layer.mine) for layer in found)
     filled = frozenset.intersection(*(frozenset(layer.columns) for layer in found)) if found else frozenset()
+    filled -= item.resized  # What of a row is not loaded is as in a new one.
     try:
         opened.loads[item.name] = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
     except (MemoryError, RuntimeError, ValueError) as error:
@@ -208,19 +209,20 @@ def _queue_columns(table: _Filling, reader: BlockReader, uploads: Uploads | None
     for layer in table.found:
         for column in layer.columns:
             if column != ID_COLUMN:
-                scatters += _queue_column(layer, column, table.load.column(column), reader, uploads)
+                is_resized = column in table.item.resized
+                scatters += _queue_column(layer, column, table.load.column(column), is_resized, reader, uploads)
     return scatters
 
 
 def _queue_column(
-    layer: LayerRows, column: str, target: torch.Tensor, reader: BlockReader, uploads: Uploads | None
+    layer: LayerRows, column: str, target: torch.Tensor, is_resized: bool, reader: BlockReader, uploads: Uploads | None
 ) -> list[Scatter]:
     """Queue what can be read straight into place; return the blocks that cannot."""
     scatters: list[Scatter] = []
     for number in layer.layer.columns[column]:
         spec = reader.block(number).placed.spec
         begin, end = spec.row_begin, spec.row_begin + spec.shape[0]
-        if layer.mine is None and layer.first_row is not None:
+        if layer.mine is None and layer.first_row is not None and not is_resized:
             rows = target[layer.first_row + begin : layer.first_row + end]
             scatters += queue_boxes(number, [BoxCopy(begin=(0,) * rows.dim(), target=rows)], reader, uploads)
             continue

@@ -281,6 +281,8 @@ class _Rows:
         if not len(rows):
             return
         values = self._values(memory).to(item.target.dtype)
+        if values.shape[1:] != item.target.shape[1:]:
+            values, positions = self._resized(values, rows, positions), None
         if uploads is not None and uploads.device_of(item.target) is not None:
             uploads.put_rows(item.target, np.ascontiguousarray(rows.numpy()), values.contiguous(), positions)
             return
@@ -292,6 +294,15 @@ class _Rows:
         if positions is not None:
             values = values[torch.from_numpy(positions)]
         item.target[rows.to(item.target.device)] = values.to(item.target.device)
+
+    def _resized(self, values: torch.Tensor, rows: torch.Tensor, positions: I64 | None) -> torch.Tensor:
+        """Return rows of the target with what both shapes have of the values: see TableLoadPlan.resized."""
+        from asyncckpt.devices.fetch import to_host  # Few loads need it.
+
+        found = to_host(self.scatter.target[rows.to(self.scatter.target.device)])
+        both = (slice(None), *map(slice, map(min, values.shape[1:], found.shape[1:])))
+        found[both] = (values if positions is None else values[torch.from_numpy(positions)])[both]
+        return found
 
     def _values(self, memory: U8) -> torch.Tensor:
         """Return the rows as the array they are, contiguous on the CPU; they may share the window's memory."""

@@ -10,6 +10,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.devices import host_copies
+from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.library_kernels import LibraryKernels
 from asyncckpt.modules.fixed_table import FixedTable
 from asyncckpt.options import SaveKind
@@ -141,6 +142,19 @@ def test_touched_rows_of_a_fixed_table(kernels: KernelsChoice, scratch_bytes: in
             target = FixedTable("rows", lambda: {"embedding": found})  # noqa: B023
             asyncckpt.Loader(tmp_path, hashtables={"rows": target}, step=step).load()
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("width", [12, 20])
+def test_rows_on_a_device_are_resized(width: int, tmp_path: Path) -> None:
+    stored = torch.arange(200 * 16, dtype=torch.float32).view(200, 16)
+    asyncckpt.save(tmp_path, {}, hashtables={"rows": FixedTable("rows", lambda: {"embedding": stored})})
+    with SimulatedRuntime(1).installed() as runtime:
+        live = runtime.new_tensor((200, width), torch.float32, values=torch.full((200, width), -1.0))
+        target = FixedTable("rows", lambda: {"embedding": live})
+        asyncckpt.Loader(tmp_path, hashtables={"rows": target}, resize=["rows"]).load()
+        found, both = to_host(live), min(width, 16)
+    assert torch.equal(found[:, :both], stored[:, :both])
+    assert torch.equal(found[:, both:], torch.full((200, width - both), -1.0))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -79,6 +79,8 @@ class LoopsOfDirectory:
         self.images[step] = self.loop.image()
         kind = self.draw.choice(["auto", "auto", "full", "delta"]) if self.has_deltas else "auto"
         with self.maybe_full_disk() as is_full:
+            if is_full:
+                self.may_fail |= {step, *self.pending}  # What is still written, too, whatever becomes of this one.
             try:
                 future = self.saver.save_async(step, kind=kind, metadata={"n": step})
             except (asyncckpt.IOFailedError, asyncckpt.ConflictError, asyncckpt.UsageError) as error:
@@ -88,7 +90,6 @@ class LoopsOfDirectory:
                 raise
             self.pending[step] = future
             if is_full:
-                self.may_fail |= set(self.pending)
                 future.exception(WAIT_S)
         self.done.append(f"{kind} save of {step}")
         if self.draw.random() < 0.1:

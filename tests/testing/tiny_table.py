@@ -65,7 +65,8 @@ class TinyTable:
         return TinyLoad(self)
 
     def hold(self) -> None:
-        assert self.lock.acquire(timeout=LOCK_S_MAX)
+        if not self.lock.acquire(timeout=LOCK_S_MAX):  # No assert: these are left out by python -O.
+            raise AssertionError("it was waited for in vain")
 
     # -- training; the lock is held --
 

@@ -11,7 +11,7 @@ checkpoint of several ranks, everything that this one needs) is read and checked
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -70,7 +70,7 @@ class LoadRequest:
     whole: load everything into targets that are made for it, and no other ones.
     puts_values: plain values are put into the mappings and lists of the state.
     before_fill: called right before the first target is touched.
-    is_part: other directories hold the rest of the tables.
+    is_part: other directories hold the rest of the tables. rename, resize: see Loader.
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
@@ -89,6 +89,8 @@ class LoadRequest:
     puts_values: bool = False
     before_fill: Callable[[], object] | None = None
     is_part: bool = False
+    rename: Mapping[str, str] = field(default_factory=dict)
+    resize: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,12 @@ def open_step(root: ReadRoot, request: LoadRequest, step: int) -> OpenStep:
 
 def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progress) -> OpenStep:
     chain = read_chain(root, step)
+    changes = None
+    if request.rename or request.resize:
+        from asyncckpt.plan.changed_states import Changes
+
+        changes = Changes.of(request.rename, request.resize, chain)
+        chain = changes.names.chain(chain)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     whole = None if request.whole is None else WholeState(chain, contents, request.whole)
     tables = request.tables if whole is None else whole.tables
@@ -182,6 +190,7 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
         cast=request.cast,
         left_out=partial(tables_left_out, request.state, tables.values()),
         is_part=request.is_part or whole is not None,
+        changes=changes,
     )
     report = report_of(root.path, chain, contents, targets, plan)
     reader = ChainReader(
@@ -230,7 +239,11 @@ def load_open(
 
 
 def report_of(path: Place, chain: Chain, contents: Contents, targets: DenseTargets, plan: LoadPlan) -> LoadReport:
-    """Return what a load reports of its plan. Raises CorruptError for metadata that cannot be decoded."""
+    """Return what a load reports of its plan. Raises CorruptError for metadata that cannot be decoded. Warns of what
+    stays as it is, now, for warnings may be errors.
+    """
+    for why in plan.left.values():
+        warn(f"asyncckpt: {why[0]}; it stays as it is", RuntimeWarning)
     return LoadReport(
         step=chain.step,
         path=path,
@@ -326,6 +339,7 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
             state = _module_state(item, rebuilt, contents, plan)
         else:
             state = _stored(item.path, rebuilt, contents, plan.compose.get(item.path))
+            state = plan.fits[item.path](state) if item.path in plan.fits else state
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
