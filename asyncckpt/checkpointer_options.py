@@ -16,6 +16,7 @@ from asyncckpt.saver import Saver
 # Parameters of a Saver that are no options, and what to do instead.
 _STATE, _ARGUMENT = "give the parts of the state by name, model=model", "give it to the Checkpointer itself"
 _NO_OPTIONS = {"path": _ARGUMENT, "keep": _ARGUMENT, "deltas": _ARGUMENT, "hashtables": _STATE, "tensors": _STATE}
+CHANGES = ("strict", "cast", "rename", "resize", "filter_func")
 OPTIONS = tuple(name for name in inspect.signature(Saver).parameters if name not in _NO_OPTIONS)
 
 
@@ -46,3 +47,14 @@ def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, Any]
             hint = "arguments of Saver go into options={...}"
             raise UsageError(f"{name!r} cannot be saved", found=type(value), hint=hint)
     return tables, tensors
+
+
+def checked_changes(restoring: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a trainer hands on to `restore` for a changed model. UsageError for other arguments."""
+    found = dict(restoring or {})
+    for name in found:
+        if name not in CHANGES:
+            raise UsageError(
+                f"restoring has no {name!r}", hint=nearest(name, CHANGES) or f"restoring: {', '.join(CHANGES)}"
+            )
+    return found

@@ -24,6 +24,8 @@ import torch
 
 from asyncckpt.arguments import check_int
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.checkpointer_options import checked_changes
+from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.format.names import check_step
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.plan.wrapped_names import unwrapped
@@ -46,6 +48,7 @@ class CheckpointManager:
     interval         steps between saves
     keep_latest_k    how many stay; 0: all
     load_only        saves nothing and removes nothing
+    restoring        how to load into a changed model, by name: {"strict": False}; see Checkpointer.restore
     arguments        further arguments of the Checkpointer, by name
 
     Used by all ranks alike. After SIGTERM `save` saves the step and ends the process.
@@ -64,8 +67,10 @@ class CheckpointManager:
         keep_latest_k: int = 10,
         enable_first_step_checkpoint: bool = False,
         load_only: bool = False,
+        restoring: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
+        self._restoring = checked_changes(restoring)
         check_int("interval", interval, at_least=1)
         check_int("keep_latest_k", keep_latest_k, at_least=0)
         self._interval, self._saves_first, self._load_only = interval, enable_first_step_checkpoint, load_only
@@ -88,11 +93,11 @@ class CheckpointManager:
         Training goes on from a step that is given: what is newer is removed, durably. With load_only it stays.
         """
         if step == LATEST:
-            self._checkpointer.restore()
+            self._checkpointer.restore(**self._restoring)
         elif self._load_only:
             self._load_beside_newer(step)
         else:
-            self._checkpointer.restore(step, discard_newer=True)
+            self._checkpointer.restore(step, discard_newer=True, **self._restoring)
         return self._checkpointer.report is not None
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -119,7 +124,8 @@ class CheckpointManager:
         own = self._checkpointer
         own._check_open()
         with own._together.restoring():
-            own._load_step(check_step(step, or_none=False), discard_newer=False)
+            how = LoadRequest(**{"rename": {}, **self._restoring})
+            own._load_step(check_step(step, or_none=False), how, discard_newer=False)
         if own._together.is_asked:
             own._termination.leave()
 

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.checkpointer_options import checked_changes
 from asyncckpt.checkpoints import describe
 from asyncckpt.errors import UnsupportedError, UsageError, Words
 from asyncckpt.integrations.needed import needed
@@ -73,6 +74,8 @@ class CheckpointMixin:
     discard_newer    whether going back to an older step (resume_from_checkpoint=".../checkpoint-20") may remove what
                      was saved after it; else that is an error
     checkpointing    further arguments of the Checkpointer, by name: {"max_hours": 23}
+    restoring        how to resume with a changed model, by name: {"strict": False, "rename": ...}; see
+                     Checkpointer.restore
     """
 
     def __init__(
@@ -81,9 +84,10 @@ class CheckpointMixin:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         discard_newer: bool = False,
         checkpointing: Mapping[str, Any] | None = None,
+        restoring: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._take_arguments(checkpoint_dir, discard_newer, checkpointing)
+        self._take_arguments(checkpoint_dir, discard_newer, checkpointing, restoring)
         super().__init__(*args, **kwargs)
 
     def _take_arguments(
@@ -91,12 +95,13 @@ class CheckpointMixin:
         checkpoint_dir: str | os.PathLike[str] | None,
         discard_newer: bool,
         checkpointing: Mapping[str, Any] | None,
+        restoring: Mapping[str, Any] | None,
     ) -> None:
         if StoreUrl.is_url(checkpoint_dir):
             hint = 'checkpointing={"options": {"upload": url}} uploads what is saved'
             raise UsageError("checkpoint_dir is a URL", expected="a folder", hint=hint)
         self._checkpoint_dir, self._discard_newer = checkpoint_dir, discard_newer
-        self._checkpointing = dict(checkpointing or {})
+        self._checkpointing, self._restoring = dict(checkpointing or {}), checked_changes(restoring)
         self._resumed: _Resumed | None = None
         self._open: contextlib.ExitStack | None = None
         self._checkpointer: Checkpointer | None = None
@@ -180,12 +185,14 @@ class CheckpointMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         if self._resumed.directory == self.checkpoint_dir:
-            self._made_checkpointer().restore(self._resumed.step, discard_newer=self._discard_newer)
+            restore = self._made_checkpointer().restore
+            restore(self._resumed.step, discard_newer=self._discard_newer, **self._restoring)
         else:
-            _load(self._resumed, self._parts())
+            _load(self._resumed, self._parts(), **self._restoring)
         if self.args.save_only_model:  # What was saved before may hold more than what will be.
             there = _names(self._resumed)
-            _load(self._resumed, {name: part for name, part in self._parts_of_training().items() if name in there})
+            parts = {name: part for name, part in self._parts_of_training().items() if name in there}
+            _load(self._resumed, parts, **self._restoring)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._resumed is None:
@@ -333,9 +340,9 @@ def _names(resumed: _Resumed) -> set[str]:
     return {name.split(".")[0] for name in (*(block.name for block in found.blocks), *found.values)}
 
 
-def _load(resumed: _Resumed, parts: Mapping[str, Any]) -> None:
+def _load(resumed: _Resumed, parts: Mapping[str, Any], **changes: Any) -> None:
     tables, tensors = named_parts(parts)
-    Loader(resumed.source or resumed.directory, tables, tensors, step=resumed.step).load()
+    Loader(resumed.source or resumed.directory, tables, tensors, step=resumed.step, **changes).load()
 
 
 class Trainer(CheckpointMixin, transformers.Trainer):  # type: ignore[misc, name-defined]
@@ -354,8 +361,9 @@ class AsyncCheckpoint(transformers.TrainerCallback):  # type: ignore[misc, name-
         *,
         discard_newer: bool = False,
         checkpointing: Mapping[str, Any] | None = None,
+        restoring: Mapping[str, Any] | None = None,
     ) -> None:
-        self._arguments = (checkpoint_dir, discard_newer, checkpointing)
+        self._arguments = (checkpoint_dir, discard_newer, checkpointing, restoring)
         self._is_taken = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -116,3 +116,20 @@ def test_buffers_that_are_replaced_are_saved_and_restored(tmp_path: Path, names:
     assert [module.seen.item() for module in modules] == [3.0] * len(names)
     loaded = [module.state_dict()[f"{name}.weight"].item() for module, name in zip(modules, names, strict=True)]
     assert loaded == weights
+
+
+@pytest.mark.parametrize("load_only", [False, True])
+def test_a_changed_model_is_loaded_as_it_says(tmp_path: Path, load_only: bool) -> None:
+    model = torch.nn.Linear(2, 1)
+    manager = CheckpointManager(None, model, torch.optim.SGD(model.parameters(), lr=0.1), None, {}, folder=tmp_path)
+    torch.nn.init.constant_(model.weight, 7.0)
+    manager.save(1, last_step=True)
+    manager.close()
+    now = torch.nn.Linear(3, 1)
+    sgd = torch.optim.SGD(now.parameters(), lr=0.1)
+    how = {"resize": ["model"]}
+    reading = CheckpointManager(None, now, sgd, None, {}, folder=tmp_path, load_only=load_only, restoring=how)
+    last = now.weight[0, 2].item()
+    assert reading.load(1)
+    assert now.weight.tolist() == [[7.0, 7.0, last]]
+    reading.close()

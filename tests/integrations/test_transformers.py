@@ -136,6 +136,34 @@ def test_resuming_by_the_path_of_a_step(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(elsewhere.checkpoint_dir) == [12, 16, 20]
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_changed_model_is_resumed_as_it_says(tmp_path: Path, is_elsewhere: bool) -> None:
+    first = trainer(tmp_path)
+    first.train()
+    path = str(tmp_path / "checkpoints" / "checkpoint-8")
+    weights = asyncckpt.load(first.checkpoint_dir, 8)["model"]
+    seen: list[Any] = []
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            if not seen:
+                seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+    def changed(**more: Any) -> Any:
+        where = tmp_path / "other" if is_elsewhere else tmp_path
+        running = trainer(where, callbacks=[Looks()], discard_newer=True, **more)
+        running.model.new_layer = torch.nn.Linear(3, 2)
+        return running
+
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"only in this state .*new_layer"):
+        changed().train(resume_from_checkpoint=path)
+    with pytest.raises(asyncckpt.UsageError, match="restoring has no 'stric'"):
+        changed(restoring={"stric": False})
+    with pytest.warns(RuntimeWarning, match="'optimizer' has groups of .* it stays as it is"):
+        changed(restoring={"strict": False}).train(resume_from_checkpoint=path)
+    assert all(torch.equal(seen[-1][name], weights[name]) for name in weights)
+
+
 def test_a_run_of_transformers_itself_goes_on_here(tmp_path: Path) -> None:
     data = samples()
     theirs = Trainer(model=model(), args=arguments(tmp_path), train_dataset=data, eval_dataset=data[:8])
