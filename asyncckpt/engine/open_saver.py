@@ -20,9 +20,10 @@ from asyncckpt.engine.process.held_directory import Opened, commits_of, open_alo
 from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.stage import device_of
+from asyncckpt.errors import UsageError
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.store_url import Place
-from asyncckpt.model.table import Table
+from asyncckpt.model.table import ChecksLoad, Table
 from asyncckpt.options import RankOptions, SaveOptions, UploadOptions
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import PlanCache, check_all_here
@@ -126,9 +127,14 @@ def own_tables(
 
 def checked_filters(filters: Sequence[RowFilter], tables: Mapping[str, Table]) -> tuple[RowFilter, ...]:
     """Return row filters that tables can have. UsageError."""
-    from asyncckpt.pipeline.row_filters import check_filters
+    from asyncckpt.pipeline.filter_rules import check_filters, row_rules
 
-    return check_filters(filters, {name: table.schema() for name, table in tables.items()})
+    checked = check_filters(filters, {name: table.schema() for name, table in tables.items()})
+    for name, table in tables.items():
+        if isinstance(table, ChecksLoad) and (rules := row_rules(checked, name)):
+            what = f"filter {rules[0]} leaves out rows of table {name!r}, and then no load takes the others"
+            raise UsageError(what, found=type(table), expected="a table whose rows can be removed")
+    return checked
 
 
 def in_order(features: Mapping[str, SaveFeature]) -> tuple[SaveFeature, ...]:

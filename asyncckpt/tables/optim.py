@@ -85,7 +85,8 @@ class SparseAdam(SparseOptimizer):
 
     The moments are the optimizer slots `exp_avg` and `exp_avg_sq`, as wide as the embedding; `exp_avg_sq` of row shape
     () gives row-wise Adam, whose second moment is that of the row's mean square. slots renames them. weight_decay is
-    added to the gradient, as torch.optim.Adam does.
+    added to the gradient, as torch.optim.Adam does, and eps to the root of the corrected second moment: torch's own
+    SparseAdam adds it before the correction.
     """
 
     _slot_parts = ("exp_avg", "exp_avg_sq")

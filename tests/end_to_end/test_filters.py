@@ -220,3 +220,13 @@ def test_a_filter_function_goes_before_the_row_filters(tmp_path: Path) -> None:
     fresh = asyncckpt.HashTable("user", DIM, metadata={"count": torch.int64})
     asyncckpt.Loader(tmp_path, {"user": fresh}).load()
     assert set(fresh.ids().tolist()) == kept_image(table, lambda count: count >= 3).keys()
+
+
+def test_rows_that_no_load_could_do_without_are_not_filtered(tmp_path: Path) -> None:
+    """The rows of a module of torch cannot be removed, so a load takes all of them."""
+    tables = asyncckpt.adapters.tables_of(torch.nn.ModuleDict({"fixed": torch.nn.Embedding(10, 4)}))
+    rule = filters.keep_rows("fi*", lambda columns: columns["id"] > 3)
+    with pytest.raises(asyncckpt.UsageError, match="out rows of table 'fixed', and then no load takes the others"):
+        asyncckpt.Saver(path=tmp_path, hashtables=tables, filters=[rule])
+    with asyncckpt.Saver(path=tmp_path, hashtables=tables, filters=[filters.keep_rows("other*", len)]) as saver:
+        saver.save(1)
