@@ -49,7 +49,7 @@ def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, Any]
     return tables, tensors
 
 
-def checked_changes(restoring: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_restoring(restoring: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what a trainer hands on to `restore` for a changed model. UsageError for other arguments."""
     found = dict(restoring or {})
     for name in found:

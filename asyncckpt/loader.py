@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -19,6 +19,7 @@ from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.event_loop import WaitsUntilFree, check_may_wait_for
 from asyncckpt.engine.process.future import FutureState, LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
+from asyncckpt.errors import must_be
 from asyncckpt.format.names import check_step
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport
@@ -29,6 +30,7 @@ from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
 from asyncckpt.plan.load_offer import LoadFilter
 from asyncckpt.plan.named_tables import named_tables
+from asyncckpt.plan.rename import Names
 from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.shard.reader import read_threads
 from asyncckpt.signals import uninterrupted
@@ -62,7 +64,8 @@ class Loader(WaitsUntilFree):
                      nearest as torch does it, and integers from integers whose values they all hold. Else another dtype
                      is an IncompatibleError
     rename           {old: new} for tables, tensors and values that have another name now, or what their names begin
-                     with up to a dot. What the checkpoint has under its new name already is not renamed
+                     with up to a dot. What the checkpoint has under its new name already is not renamed, so the same
+                     load works again. No name may be both old and new
     resize           names of tables and tensors, or what these begin with, that may have another shape, with as many
                      dimensions, than was saved: what both shapes have is loaded. The rest of a tensor stays as it is;
                      that of a row is as in a new row, that of an optimizer's moments 0
@@ -110,7 +113,7 @@ class Loader(WaitsUntilFree):
     ) -> None:
         check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
         check_choice("verify", verify, (True, False, "before"))
-        check_type("cast", cast, bool)
+        names, sizes = checked_changes(strict, cast, rename, resize)
         step = check_step(step)
         check_type("ranks", ranks, RankOptions)
         self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=("raise", "wait"))
@@ -128,8 +131,8 @@ class Loader(WaitsUntilFree):
             strict=strict,
             verify=verify,
             cast=cast,
-            rename=rename or {},
-            resize=resize,
+            rename=names,
+            resize=sizes,
             merge=merge,
             fallback=fallback,
             threads=read_threads(parallel),
@@ -182,6 +185,20 @@ class Loader(WaitsUntilFree):
             raise
         save_lock.hand_over(ticket)
         return future
+
+
+def checked_changes(
+    strict: bool, cast: bool, rename: Mapping[str, str] | None, resize: Collection[str]
+) -> tuple[Mapping[str, str], frozenset[str]]:
+    """Return rename and resize of a Loader. UsageError for what none of the four may be."""
+    check_type("strict", strict, bool)
+    check_type("cast", cast, bool)
+    if rename is not None and not isinstance(rename, Mapping):
+        raise must_be("rename", "a mapping of old names to new ones", rename)
+    names = [*resize] if isinstance(resize, Iterable) and not isinstance(resize, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise must_be("resize", "names of tables and tensors", resize)
+    return (Names.of(rename).new if rename else {}), frozenset(names)
 
 
 @uninterrupted

@@ -24,7 +24,7 @@ import torch
 
 from asyncckpt.arguments import check_int
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.checkpointer_options import checked_changes
+from asyncckpt.checkpointer_options import checked_restoring
 from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.format.names import check_step
 from asyncckpt.options import SAVE_DEADLINE_S
@@ -70,7 +70,7 @@ class CheckpointManager:
         restoring: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        self._restoring = checked_changes(restoring)
+        self._restoring = checked_restoring(restoring)
         check_int("interval", interval, at_least=1)
         check_int("keep_latest_k", keep_latest_k, at_least=0)
         self._interval, self._saves_first, self._load_only = interval, enable_first_step_checkpoint, load_only

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.checkpointer_options import checked_changes
+from asyncckpt.checkpointer_options import checked_restoring
 from asyncckpt.checkpoints import describe
 from asyncckpt.errors import UnsupportedError, UsageError, Words
 from asyncckpt.integrations.needed import needed
@@ -101,7 +101,7 @@ class CheckpointMixin:
             hint = 'checkpointing={"options": {"upload": url}} uploads what is saved'
             raise UsageError("checkpoint_dir is a URL", expected="a folder", hint=hint)
         self._checkpoint_dir, self._discard_newer = checkpoint_dir, discard_newer
-        self._checkpointing, self._restoring = dict(checkpointing or {}), checked_changes(restoring)
+        self._checkpointing, self._restoring = dict(checkpointing or {}), checked_restoring(restoring)
         self._resumed: _Resumed | None = None
         self._open: contextlib.ExitStack | None = None
         self._checkpointer: Checkpointer | None = None

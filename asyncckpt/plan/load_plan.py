@@ -78,6 +78,12 @@ class TableLoadPlan:
     passed_over: tuple[StoredShard, ...] = ()
     resized: frozenset[str] = frozenset()
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """Those that all its sources have, and that are taken from them; all of it if there are none."""
+        own = frozenset(column.name for column in self.table.schema().columns)
+        return own.intersection(*(columns for _, columns in self.sources))
+
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -173,7 +179,8 @@ def make_load_plan(
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     loads, checks, objects = [(load.target, load.source) for load in dense], None, tuple[Rebuilt, ...]()
     if targets.rebuilt:
-        checks = ObjectChecks(contents, targets, loads, strict=strict, changes=changes, absent=match.absent)
+        columns = {id(item.table): item.columns for item in planned}
+        checks = ObjectChecks(contents, targets, loads, tables=columns, strict=strict, changes=changes)
         objects = checks.loaded({load.source.path for load in dense if load.is_for_object})
         match.problems += checks.incomplete
         match.of_objects, match.absent = checks.unfit, match.absent | checks.missing

@@ -47,7 +47,8 @@ _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_in
 
 
 class ObjectChecks:
-    """Which objects are loaded. loads: the tensors of a load, each with its source.
+    """Which objects are loaded. loads: the tensors of a load, each with its source. tables: see
+    ChangedStates.
 
     unfit: what was stored that an object would not take. left: where the load is not strict, those that are not loaded
     for this, and why. incomplete: states of which tensors are left out. missing: what gets nothing. fits: what makes
@@ -60,9 +61,9 @@ class ObjectChecks:
         targets: DenseTargets,
         loads: Sequence[tuple[InPlace | None, StoredDense]],
         *,
+        tables: Mapping[int, frozenset[str]],
         strict: bool,
         changes: Changes | None,
-        absent: Collection[str],
     ) -> None:
         self.unfit, self.incomplete = list[str](), list[str]()
         self.left: dict[Path, list[str]] = {}
@@ -74,7 +75,9 @@ class ObjectChecks:
         if not strict or changes is not None:
             from asyncckpt.plan.changed_states import ChangedStates
 
-            self._changed = ChangedStates(contents, targets, loads, changes, absent, strict, self.missing)
+            self._changed = ChangedStates(
+                contents, targets, loads, tables, changes, strict=strict, missing=self.missing
+            )
 
     def loaded(self, made: Collection[Path]) -> tuple[Rebuilt, ...]:
         """Return the objects whose tensors are all loaded. One with none of them loaded is left alone. made: the paths
@@ -104,7 +107,18 @@ class ObjectChecks:
                 continue
             chosen.append(item)
             self.unfit += problems
-        return tuple(chosen)
+        return tuple(item for item in chosen if not self._has_left_optimizer(item))
+
+    def _has_left_optimizer(self, item: Rebuilt) -> bool:
+        """Leave a schedule as it is whose optimizer stays so: return whether it is one."""
+        optimizer = getattr(item.owner, "optimizer", None) if self.left and not item.is_module else None
+        left = optimizer is not None and any(
+            each.owner is optimizer for each in self._targets.rebuilt if each.path in self.left
+        )
+        if left:
+            name = path_name(item.path)
+            self.left[item.path], self.missing[name] = [f"{name!r} is of an optimizer that stays as it is"], None
+        return left
 
     @property
     def _lists_of_groups(self) -> tuple[str, ...]:
@@ -130,9 +144,9 @@ class ObjectChecks:
             return []
         name, stored = path_name(item.path), self._state(item.path)
         classes = self._contents.classes.get(item.path, ())
-        if self._changed is not None and (fit := self._changed.of(item)) is not None:
-            self.fits[item.path], stored = fit, fit(stored)
         try:
+            if self._changed is not None and (fit := self._changed.of(item)) is not None:
+                self.fits[item.path], stored = fit, fit(stored)
             if hasattr(type(own), "_check_state"):
                 own._check_state(stored)
                 return []
@@ -323,5 +337,5 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str], more: tuple[s
             yield f"has {len(mine)} of {key!r}, the checkpoint {len(theirs)}"
         elif key == "_schedulers" and isinstance(mine, list) and isinstance(theirs, list):
             for inner, state_of_inner in zip(own._schedulers, theirs, strict=True):
-                for what in _of_scheduler(inner, state_of_inner, ()) if _is_known(inner) else ():
+                for what in _of_scheduler(inner, state_of_inner, (), more) if _is_known(inner) else ():
                     yield f"holds one that {what}"

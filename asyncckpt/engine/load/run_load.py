@@ -167,8 +167,7 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
     if request.rename or request.resize:
         from asyncckpt.plan.changed_states import Changes
 
-        changes = Changes.of(request.rename, request.resize, chain)
-        chain = changes.names.chain(chain)
+        changes, chain = Changes.apply(request.rename, request.resize, chain)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     whole = None if request.whole is None else WholeState(chain, contents, request.whole)
     tables = request.tables if whole is None else whole.tables
@@ -210,6 +209,7 @@ def load_open(
     """Fill the targets from the open files, and close these."""
     chain, contents, plan = opened.chain, opened.contents, opened.plan
     with opened.reader as reader:
+        warn_if_empty(opened.report, strict=request.strict)  # Before anything is filled: a warning may be an error.
         if request.verify == "before":  # Of several ranks, what this one is going to read.
             is_alone = chain.newest.head.ranks_count == 1
             numbers = range(len(chain.blocks)) if is_alone else sorted(set(plan.wanted_blocks(chain)))
@@ -233,7 +233,6 @@ def load_open(
     if is_verified:
         mark_verified(root, chain)
     report = with_scalars(opened.report, opened.targets)
-    warn_if_empty(report, strict=request.strict)
     tree = None if opened.whole is None else opened.whole.tree()
     return replace(report, tree=tree, rows=rows, bytes_read=bytes_read)
 
