@@ -409,7 +409,5 @@ def test_a_load_of_nothing_where_warnings_are_errors_fills_nothing_and_stops_no_
 
 def test_moments_of_another_order_are_refused_where_all_must_match(tmp_path: Path) -> None:
     save(tmp_path, of(layers("ab")))
-    with pytest.raises(
-        IncompatibleError, match="'o' does not take its state: its parameters are others, or in"
-    ):
+    with pytest.raises(IncompatibleError, match="'o' does not take its state: its parameters are others, or in"):
         restore(tmp_path, of(layers("bx")), rename={"m.a": "m.x"})

@@ -41,7 +41,7 @@ class Expected:
         self.net = {name: shared(value, stored[self.name_of(name)]) for name, value in net.items()}
         self.rows = {name: self._rows(name) for name in now.tables}
         self.steps = {name: self._steps(name) for name in now.tables}
-        self.moments = self._moments()
+        self.moments = self._moments() if self._takes_moments() else moments_of(now)
         self.schedule = self._schedule()
 
     def name_of(self, name: str) -> str:
@@ -71,26 +71,34 @@ class Expected:
             return steps_of(self._now)[name]
         return there[source] if self._has_rule() else 0
 
-    def _moments(self) -> Any:
+    def _takes_moments(self) -> bool:
         alike = {"adamw": "adam"}
-        fits = alike.get(self._old.dense, self._old.dense) == alike.get(self._new.dense, self._new.dense)
         sizes = [[len(group["params"]) for group in model.dense.param_groups] for model in (self._was, self._now)]
-        if not fits or not (self._old.is_named or sizes[0] == sizes[1]):
-            return moments_of(self._now)
+        is_alike = alike.get(self._old.dense, self._old.dense) == alike.get(self._new.dense, self._new.dense)
+        return is_alike and (self._old.is_named or sizes[0] == sizes[1])
+
+    def _moments(self) -> Any:
         was = moments_of(self._was)
         parameters = dict(self._now.net.named_parameters())
         return {
             name: {
-                key: shared(torch.zeros_like(parameter, dtype=value.dtype), value) if value.dim() else value
+                key: shared(torch.full_like(parameter, self._begin(key), dtype=value.dtype), value)
+                if value.dim()
+                else value
                 for key, value in was[self.name_of(name)].items()
             }
             for name, parameter in parameters.items()
             if self.name_of(name) in was
         }
 
+    def _begin(self, key: str) -> float:
+        option = {"sum": "initial_accumulator_value"}.get(key)
+        return 0.0 if option is None else float(self._now.dense.param_groups[0][option])
+
     def _schedule(self) -> Any:
+        """A schedule stays as it is if it is another one, of other groups, or its optimizer stays so."""
         is_same = (self._old.schedule, self._old.groups) == (self._new.schedule, self._new.groups)
-        return (self._was if is_same else self._now).schedule.state_dict()["last_epoch"]
+        return (self._was if is_same and self._takes_moments() else self._now).schedule.state_dict()["last_epoch"]
 
     def check(self) -> None:
         now = self._now
