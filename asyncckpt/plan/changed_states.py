@@ -181,10 +181,11 @@ class ChangedStates:
 
     # -- which parameter is which --------------------------------------------------------------------------------------
 
-    def paths_of(self, names: Sequence[str]) -> Sequence[Path] | None:
+    def paths_of(self, names: Sequence[str], among: Collection[Path]) -> Sequence[Path] | None:
         """Return the stored tensors that names of parameters belong to, by their paths now; None: nobody can tell. All
-        are names of one module, with more or less before them.
+        are names of one module, with more or less before them. among: some of them are among these.
         """
+        among = set(among)
         found: list[Sequence[Path]] = []
         for cut in range(min(name.count(".") for name in names) + 1):
             parts = [name.split(".", cut) for name in names]
@@ -194,9 +195,10 @@ class ChangedStates:
             for keys in self._stored_keys.values():
                 last = f".{shorter[0]}"
                 for before in [key[: -len(shorter[0])] for key in keys if f".{key}".endswith(last)]:
-                    paths = [keys.get(before + name) for name in shorter]
-                    if None not in paths and paths not in found:
-                        found.append([path for path in paths if path is not None])
+                    if all(before + name in keys for name in shorter):
+                        paths = [keys[before + name] for name in shorter]
+                        if paths not in found and not among.isdisjoint(paths):
+                            found.append(paths)
         return found[0] if len(found) == 1 else None
 
     def may_be(self, name: str, source: StoredDense | None) -> bool:
@@ -210,10 +212,12 @@ class ChangedStates:
     def _stored_keys(self) -> Mapping[Path, Mapping[str, Path]]:
         """The tensors of the checkpoint by the keys that they had, with their paths now; for each mapping."""
         found: dict[Path, dict[str, Path]] = defaultdict(dict)
-        for path in self._contents.leaf_paths:
-            was = self._changes.was.get(path, path)
-            if type(was[-1]) is str:
-                found[was[:-1]][bare_name(was[-1])] = path
+        paths = [(self._changes.was.get(path, path), path) for path in self._contents.leaf_paths]
+        paths = [(was, path) for was, path in paths if type(was[-1]) is str]
+        for was, path in paths:
+            found[was[:-1]][str(was[-1])] = path
+        for was, path in paths:
+            found[was[:-1]].setdefault(bare_name(str(was[-1])), path)
         return found
 
 
@@ -277,7 +281,7 @@ class _OfTorch:
             return dict(enumerate(numbers))
         there = _bare(there)
         if len(there) == len(numbers) and len(set(there)) == len(there) and there:
-            paths = changed.paths_of(there)
+            paths = changed.paths_of(there, {source.path for source in sources if source is not None})
             if paths is not None and all(told):
                 number_at = dict(zip(paths, numbers, strict=True))
                 found = {at: number_at.get(each.path) for at, each in enumerate(sources) if each is not None}

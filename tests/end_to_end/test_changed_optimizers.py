@@ -180,6 +180,30 @@ def test_moments_go_to_the_parameters_that_had_them(tmp_path: Path, case: str) -
         wanted = [None if each is None else each for each in wanted]
 
 
+def test_a_copy_of_the_module_is_no_reason_to_give_up(tmp_path: Path) -> None:
+    """As an average of the weights, which has the same names."""
+
+    def make(names: str) -> State:
+        return {"average": layers(names), **of(layers(names))}
+
+    save(tmp_path, make("ab"))
+    now = make("bx")
+    restore(tmp_path, now, strict=False, rename={"m.a": "m.x", "average.a": "average.x"})
+    assert moments(now) == [2, 1]
+
+
+def test_a_part_of_a_module_with_a_child_called_module(tmp_path: Path) -> None:
+    def make(groups: int) -> State:
+        m = WithModule()
+        named = [("weight", m.weight)] if groups == 1 else [("module.weight", m.module.weight), ("weight", m.weight)]
+        return {"m": m, "o": sgd(named)}
+
+    save(tmp_path, make(1))
+    now = make(2)
+    restore(tmp_path, now, strict=False)
+    assert moments(now) == [None, 1]
+
+
 def test_one_parameter_outside_of_modules_is_no_reason_to_guess(tmp_path: Path) -> None:
     m, x = layers("ab"), nn.Parameter(torch.zeros(2))
     save(tmp_path, {"m": m, "d": {"x": x.data}, "o": sgd([*m.named_parameters(), ("x", x)])})
