@@ -118,7 +118,8 @@ def test_tensors_take_no_memory_of_the_process(tmp_path: Path) -> None:
     torch_file.import_checkpoint(file, tmp_path / "warm", **none)  # The chunk buffers stay.
     went_in = anonymous_growth(lambda: torch_file.import_checkpoint(file, run, **none))
     went_out = anonymous_growth(lambda: torch_file.export_checkpoint(run, tmp_path / "out.pt", durability="none"))
-    control = anonymous_growth(lambda: asyncckpt.load(run))
+    # Memory that was freed before may go back meanwhile.
+    control = anonymous_growth(lambda: torch.ones(4 * size, dtype=torch.uint8))
     assert went_in < size // 2
     assert went_out < size // 2
     assert control > size // 2

@@ -59,7 +59,10 @@ def _may_raise(own: Running, other: Running, *, same_saver: bool) -> bool:
     error = own.error
     assert error is not None
     cause = error.cause if isinstance(error, PeerError) else ""
-    if "cancels" in own.operation.traits and (SaveCancelledError.__name__ in cause or ABORTED in str(error)):
+    # A close tells what another rank has cancelled, if nobody has asked the future by then.
+    is_told = same_saver and "closes" in own.operation.traits and "cancels" in other.operation.traits
+    is_cancelled = SaveCancelledError.__name__ in cause or ABORTED in str(error)
+    if is_cancelled and ("cancels" in own.operation.traits or is_told):
         return True
     errors = [kind("") for kind in REFUSING if kind.__name__ in cause] or [error]
     return any(may_raise(own.operation, other.operation, one, same_saver=same_saver) for one in errors)
