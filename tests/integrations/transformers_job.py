@@ -48,7 +48,11 @@ def arguments(output: object, **more: Any) -> TrainingArguments:
 
 
 def trainer(output: object, callbacks: list[Any] | None = None, **more: Any) -> ours.Trainer:
-    own = {name: more.pop(name) for name in ("checkpoint_dir", "discard_newer", "checkpointing", "restoring") if name in more}
+    own = {
+        name: more.pop(name)
+        for name in ("checkpoint_dir", "discard_newer", "checkpointing", "restoring")
+        if name in more
+    }
     data = samples()
     return ours.Trainer(
         model=model(),
