@@ -22,14 +22,24 @@ from __future__ import annotations
 
 import torch
 
-from asyncckpt.errors import UsageError, Words, must_be
+from asyncckpt.errors import FilterError, UsageError, Words, must_be
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.encodings.lossless import LEVEL_MAX, LEVEL_MIN, zstandard
 from asyncckpt.format.encodings.numbers import FLOATS, INTEGERS
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.pipeline.filter_rules import EncodeBlocks, KeepRows, Predicate, RowFilter, check_filters
 
-__all__ = ["RowFilter", "WriteBlock", "cast", "check_filters", "compress", "keep_rows", "quantize", "skip_zero_rows"]
+__all__ = [
+    "FilterError",
+    "RowFilter",
+    "WriteBlock",
+    "cast",
+    "check_filters",
+    "compress",
+    "keep_rows",
+    "quantize",
+    "skip_zero_rows",
+]
 
 
 def keep_rows(table: str, predicate: Predicate) -> RowFilter:
