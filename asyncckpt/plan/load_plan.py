@@ -211,9 +211,9 @@ def make_load_plan(
         not_taken = [name for name in unexpected if name in contents.tables]
         empty = [path for path in targets.empty if path in contents.prefixes]
         if not_taken or empty:
-            from asyncckpt.plan.load_problems import left_behind
+            from asyncckpt.plan.load_problems import not_loaded
 
-            match.passing += left_behind(not_taken, left_out() if not_taken else (), empty)
+            match.passing += not_loaded(not_taken, left_out() if not_taken else (), empty)
     if match.problems or match.of_objects or match.passing or match.named:
         from asyncckpt.plan.load_problems import raise_problems
 

@@ -40,7 +40,7 @@ def raise_problems(found: Problems, step: int, missing: list[str], unexpected: l
     raise IncompatibleError(what, hint="; ".join(filter(None, hints)))
 
 
-def left_behind(not_taken: Sequence[str], left_out: Sequence[str], empty: Sequence[Path]) -> Iterator[str]:
+def not_loaded(not_taken: Sequence[str], left_out: Sequence[str], empty: Sequence[Path]) -> Iterator[str]:
     """Yield what would not be loaded: tables of modules, while the checkpoint has some that nothing takes; tensors, for
     which the target has an empty container.
     """

@@ -47,8 +47,7 @@ _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_in
 
 
 class ObjectChecks:
-    """Which objects are loaded. loads: the tensors of a load, each with its source. tables: see
-    ChangedStates.
+    """Which objects are loaded. loads: the tensors of a load, each with its source. tables: see ChangedStates.
 
     unfit: what was stored that an object would not take. left: where the load is not strict, those that are not loaded
     for this, and why. incomplete: states of which tensors are left out. missing: what gets nothing. fits: what makes

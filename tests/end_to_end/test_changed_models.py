@@ -15,7 +15,7 @@ import pytest
 import asyncckpt
 from asyncckpt.errors import IncompatibleError
 from tests.untouched import looked_at
-from tests.worlds.changeable import CHANGES, DENSE, SCHEDULES, SPARSE, ChangeableModel, Facts
+from tests.worlds.changeable import CHANGES, ChangeableModel, Facts, drawn_facts
 
 SEEDS, SEEDS_ALWAYS = range(300), range(15)
 
@@ -32,8 +32,7 @@ def means_the_same(was: Facts, now: Facts) -> bool:
 )
 def test_a_changed_model_is_loaded_right_or_refused_with_nothing_touched(tmp_path: Path, seed: int) -> None:
     drawn = random.Random(seed)
-    was = replace(Facts(), dense=drawn.choice(list(DENSE)), rule=drawn.choice(list(SPARSE)))
-    was = replace(was, groups=drawn.choice([1, 2]), schedule=drawn.choice(list(SCHEDULES)))
+    was = drawn_facts(drawn)
     now = was
     for change in drawn.choices(CHANGES, k=drawn.choice([0, 1, 1, 1, 2, 3])):
         now = change(now, drawn)

@@ -17,7 +17,7 @@ import asyncckpt
 from asyncckpt import filters, optim
 from asyncckpt.errors import IncompatibleError, UsageError
 from tests.untouched import looked_at
-from tests.worlds.changeable import CHANGES, DENSE, SCHEDULES, SPARSE, ChangeableModel, Facts, plain
+from tests.worlds.changeable import CHANGES, ChangeableModel, Facts, drawn_facts, plain
 
 SEEDS, SEEDS_ALWAYS = range(500), range(20)
 Changed = dict[str, Any]
@@ -137,8 +137,7 @@ def values_of(moments: Any) -> Any:
 )
 def test_a_changed_model_gets_what_the_page_says_and_goes_on(tmp_path: Path, seed: int) -> None:
     drawn = random.Random(seed)
-    was = replace(Facts(), dense=drawn.choice(list(DENSE)), rule=drawn.choice(list(SPARSE)))
-    was = replace(was, groups=drawn.choice([1, 2]), schedule=drawn.choice(list(SCHEDULES)))
+    was = drawn_facts(drawn)
     was = replace(was, is_named=drawn.random() < 0.8)
     now = was
     for change in drawn.choices(CHANGES, k=drawn.choice([1, 1, 2, 3, 4])):

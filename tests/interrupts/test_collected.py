@@ -59,7 +59,9 @@ def test_a_destructor_calls_everything_where_a_lock_is_held(tmp_path: Path, ever
     found = play("destructors", tmp_path, every)
     assert found["deadlocks"] == found["found"] == []
     started_count = sum(place.startswith("new asyncckpt-") for place in found["reached"])
-    assert started_count >= 2, "the threads of the pools"  # How many are started depends on how long others take.
+    assert started_count >= (5 if every == 2 else 2), (
+        "the threads of the pools"
+    )  # Of every eighth, it depends on which.
     assert len(found["reached"]) >= 40 // every, "the scenes take fewer locks than they did"
 
 

@@ -30,7 +30,7 @@ BUDGET = {
     "lines of the core": {FIRST: 48_054, ATTACKED: 49, MODULES: 1_076, FILTERS: 7, LOWBIT: 759, CHANGED: 610, ROWS: 18},
     "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059, LOWBIT: 1, CHANGED: 14},
     "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_253, ATTACKED: 181, MODULES: 42, WORLDS: -354, LOWBIT: 1143, CHANGED: 829, ROWS: 11},
+    "lines of tests": {FIRST: 107_253, ATTACKED: 181, MODULES: 42, WORLDS: -354, LOWBIT: 1143, CHANGED: 835, ROWS: 11},
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2},
 }

@@ -165,3 +165,9 @@ CHANGES: tuple[Change, ...] = (
     table_added, table_removed, table_renamed, other_dim, other_rule, other_dense, other_groups, other_order, unnamed,
     other_schedule, layer_renamed, other_width, other_dtype,
 )  # fmt: skip
+
+
+def drawn_facts(drawn: random.Random) -> Facts:
+    """Return those of the model that is saved."""
+    was = replace(Facts(), dense=drawn.choice(list(DENSE)), rule=drawn.choice(list(SPARSE)))
+    return replace(was, groups=drawn.choice([1, 2]), schedule=drawn.choice(list(SCHEDULES)))
