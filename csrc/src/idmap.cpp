@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <new>
+#include <random>
 
 namespace asyncckpt {
 namespace {
@@ -16,12 +17,9 @@ constexpr uint64_t prefetch_distance = 32;
 constexpr uint64_t chunk_ids = 4096;
 constexpr uint64_t bits = 64;
 
-// The finalizer of MurmurHash3: every bit of the id moves every bit of the slot number.
-uint64_t hash_of(int64_t id) {
-  uint64_t hash = static_cast<uint64_t>(id);
-  hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccdULL;
-  hash = (hash ^ (hash >> 33)) * 0xc4ceb9fe1a85ec53ULL;
-  return hash ^ (hash >> 33);
+uint64_t random_key() {
+  std::random_device random;
+  return uint64_t{random()} << 32 | random();
 }
 
 // The smallest power of two that is at most 5/8 full with `ids` ids; fuller tables have long runs to probe.
@@ -32,10 +30,19 @@ uint64_t slots_for(uint64_t ids) {
 
 }  // namespace
 
-IdMap::IdMap(uint64_t capacity) {
+IdMap::IdMap(uint64_t capacity) : key_(random_key()) {
   slots_.reserve(slots_min);
   mask_ = slots_min - 1;
   reserve(capacity);
+}
+
+// The finalizer of MurmurHash3: every bit of the id moves every bit of the slot number. It can be inverted, so without
+// the key anybody could choose ids that all have one home.
+uint64_t IdMap::hash_of(int64_t id) const {
+  uint64_t hash = static_cast<uint64_t>(id) ^ key_;
+  hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccdULL;
+  hash = (hash ^ (hash >> 33)) * 0xc4ceb9fe1a85ec53ULL;
+  return hash ^ (hash >> 33);
 }
 
 // Call visit(index, home slot) for every id, with the home slots of the next ids on their way into the cache.
@@ -209,6 +216,15 @@ uint64_t IdMap::runs(int64_t* ranges, uint64_t room) const {
   }
   if (inside) turn(rows_end_);
   return count;
+}
+
+uint64_t IdMap::longest_run() const {
+  uint64_t longest = 0, run = 0;
+  for (uint64_t position = 0; position <= mask_; ++position) {
+    run = slots()[position].row_plus_one != 0 ? run + 1 : 0;
+    longest = std::max(longest, run);
+  }
+  return longest;
 }
 
 void IdMap::clear() {

@@ -31,6 +31,8 @@ class IdMap {
   // Returns how many ranges there are, of which the first `room` are written.
   uint64_t runs(int64_t* ranges, uint64_t room) const;
   void clear();
+  // The most slots in a row that are used, which is what the longest probe takes.
+  uint64_t longest_run() const;
 
  private:
   struct Slot {
@@ -52,6 +54,7 @@ class IdMap {
     Mapping mapping_;
   };
 
+  uint64_t hash_of(int64_t id) const;
   template <class Visit>
   void for_each_prefetched(const int64_t* ids, uint64_t count, Visit&& visit) const;
   uint64_t probe(int64_t id, uint64_t home) const;
@@ -64,6 +67,7 @@ class IdMap {
 
   Slot* slots() const { return slots_.data(); }
 
+  const uint64_t key_;  // of the hash, another one in every map
   Column<Slot> slots_;
   uint64_t mask_ = 0;  // slots count - 1
   uint64_t size_ = 0;
