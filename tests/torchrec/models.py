@@ -92,19 +92,21 @@ class BareTbe(nn.Module):
 class ModelTraining:
     """A model with its optimizers."""
 
-    def __init__(self, model: nn.Module, *, raw_ids: bool = False, sparse: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, raw_ids: bool = False, sparse: bool = False, rows: Mapping[str, int] = ROWS
+    ) -> None:
         self.model = model
+        self._highs = [RAW_IDS_MAX] * len(rows) if raw_ids else list(rows.values())
         named = dict(model.named_parameters())
         fused = set() if sparse else {name for name in named if ".over." not in f".{name}"}
         own = [parameter for name, parameter in named.items() if name not in fused]
         self.optimizer = torch.optim.Adam(own, lr=0.05) if own else None
-        self._raw_ids = raw_ids
 
     def step(self, number: int) -> None:
         """Train on the batch of this number and rank."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        self.model(batch(number, raw_ids=self._raw_ids)).square().mean().backward()
+        self.model(batch(number, self._highs)).square().mean().backward()
         if self.optimizer is not None:
             self.optimizer.step()
 
@@ -121,12 +123,11 @@ class ModelTraining:
         return image
 
 
-def batch(number: int, *, raw_ids: bool) -> KeyedJaggedTensor:
-    """The batch of a step, another one on each rank."""
+def batch(number: int, highs: list[int]) -> KeyedJaggedTensor:
+    """The batch of a step, another one on each rank. highs: of each feature's ids."""
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     lengths = torch.randint(0, 4, (2 * BATCH,), generator=generator)
     counts = lengths.view(2, BATCH).sum(1).tolist()
-    highs = [RAW_IDS_MAX, RAW_IDS_MAX] if raw_ids else list(ROWS.values())
     # Squared, so that a few ids are frequent.
     parts = [
         (torch.rand(count, generator=generator).square() * high).long()
@@ -141,12 +142,14 @@ def spread(rows: torch.Tensor) -> torch.Tensor:
         return rows.copy_(torch.linspace(-1, 1, rows.numel()).view_as(rows))
 
 
-def bag_collection(init: Callable[[torch.Tensor], Any] | None = None) -> EmbeddingBagCollection:
+def bag_collection(
+    init: Callable[[torch.Tensor], Any] | None = None, rows: Mapping[str, int] = ROWS
+) -> EmbeddingBagCollection:
     configs = [
         EmbeddingBagConfig(
-            name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=[f"f{number + 1}"], init_fn=init
+            name=name, num_embeddings=count, embedding_dim=DIM, feature_names=[f"f{number + 1}"], init_fn=init
         )
-        for number, (name, rows) in enumerate(ROWS.items())
+        for number, (name, count) in enumerate(rows.items())
     ]
     return EmbeddingBagCollection(tables=configs, device=CPU)
 
@@ -159,16 +162,18 @@ def collection() -> EmbeddingCollection:
     return EmbeddingCollection(tables=configs, device=CPU)
 
 
-def sharded(seed: int, *, optimizer: str, sharding: str, bags: bool = True) -> ModelTraining:
+def sharded(
+    seed: int, *, optimizer: str, sharding: str, bags: bool = True, rows: Mapping[str, int] = ROWS
+) -> ModelTraining:
     """A collection under DistributedModelParallel, both tables in the same way."""
     torch.manual_seed(seed)
-    sparse = bag_collection() if bags else collection()
+    sparse = bag_collection(rows=rows) if bags else collection()
     fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.1, "eps": 1e-6}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused) if bags else EmbeddingCollectionSharder(fused)
-    per_table = {name: shard_of(sharding, number) for number, name in enumerate(ROWS)}
+    per_table = {name: shard_of(sharding, number) for number, name in enumerate(rows)}
     # Replicated tables have no fused optimizer.
     return ModelTraining(
-        distributed(PooledModel(sparse, 2 * DIM), sharder, per_table), sparse=sharding == "data_parallel"
+        distributed(PooledModel(sparse, 2 * DIM), sharder, per_table), sparse=sharding == "data_parallel", rows=rows
     )
 
 

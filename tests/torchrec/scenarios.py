@@ -24,6 +24,8 @@ SHARDED: dict[str, Scenario] = {
     },
     "data parallel": ("sharded", {"sharding": "data_parallel", "optimizer": "EXACT_SGD"}),
     **{f"sharded zch {policy}": ("sharded_zch", {"policy": policy}) for policy in POLICIES},
+    # Of two ranks one has all of the first table, and the other one none of it.
+    "of one row": ("sharded", {"sharding": "row_wise", "optimizer": "EXACT_ADAGRAD", "rows": {"t1": 1, "t2": 26}}),
 }
 
 # Lookups that are tracked, on every rank of every world, and models without any that could be.

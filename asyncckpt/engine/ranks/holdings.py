@@ -49,6 +49,11 @@ class TableSlice:
     def is_known(self) -> bool:
         return self.end > 0 or self.whole > 0
 
+    @property
+    def is_empty(self) -> bool:
+        """A range of no rows, as of a rank more than a table has rows: beside it, all of them are one rank's."""
+        return self.is_known and not self.modulus and self.first == self.end
+
     def __str__(self) -> str:
         if not self.is_known:
             return "ids by a rule of its own"
@@ -152,6 +157,8 @@ def check_slices(
     for rank, slices in enumerate(by_rank):
         for name, own in slices.items():
             replica_on = next((other for other, names in enumerate(whole) if name in names), None)
+            if replica_on is not None and own.is_empty:
+                continue
             if replica_on is not None:
                 what = f"table {name!r} is a replica on rank {replica_on}, and a part of it on rank {rank}"
                 raise ConflictError(what, found=Words(own), hint="declare it alike on all ranks")

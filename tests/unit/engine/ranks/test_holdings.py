@@ -173,6 +173,15 @@ def test_a_replica_on_one_rank_and_a_part_on_another() -> None:
         check_slices([{"t": shard(0, 2)}, {}], [set(), {"t"}])
 
 
+def test_all_rows_on_one_rank_and_none_on_the_others() -> None:
+    none = TableSlice(0, 1, 1, 1)
+    check_slices([{}, {"t": none}, {"t": none}], [{"t"}, set(), set()])
+    with pytest.raises(ConflictError, match=r"'t' is a replica on rank 0, and a part of it on rank 1.*rows 0 to 1"):
+        check_slices([{}, {"t": TableSlice(0, 0, 1, 2)}], [{"t"}, set()])
+    with pytest.raises(ConflictError, match="some ids are on no rank"):
+        check_slices([{"t": none}, {"t": none}], [set(), set()])
+
+
 def test_a_rule_of_its_own_on_one_rank_and_a_shard_on_another() -> None:
     parts = [{"t": TableSlice(0, 0, 0)}, {}, {"t": TableSlice(2, 1, 2)}]
     with pytest.raises(ConflictError, match="'t' holds ids by a rule of its own on rank 0, and others on rank 2"):
