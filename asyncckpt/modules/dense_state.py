@@ -10,11 +10,13 @@ with its load hooks, as in torch's state dict. Hooks on whole state dicts and ov
 called.
 
 What a sharded module of TorchRec holds besides its tables (counters of fused optimizers, the maps of managed collision
-modules) belongs to one rank. Its name ends in `rank_<rank>_of_<ranks>`, so that no rank loads that of another.
+modules) belongs to one rank. Its name ends in `rank_<rank>_of_<ranks>`, so that no rank loads that of another. Counters
+count alike on all ranks: where ranks or kernels are others now, they are loaded from any (plan/same_on_ranks.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,6 +30,7 @@ from asyncckpt.modules.zch import MCH_KINDS, ZchHistory
 
 MODULE_PART = "module"
 ZCH_PART = "zch"
+_COUNTER = re.compile(r"(.*?)kernel_\d+\.(\w+)(?:\.rank_\d+_of_\d+)?")
 
 
 class DenseState(Mapping[str, Any]):
@@ -126,6 +129,11 @@ class OwnState(torch.nn.Module):
         if errors:
             raise IncompatibleError(f"a dense state does not fit its module: {'; '.join(errors)}")
         return _IncompatibleKeys([], [])
+
+    def same_on_ranks(self, name: str) -> tuple[str, ...] | None:
+        """Return what a counter counts, whichever kernel and rank it is of; None for anything else."""
+        found = _COUNTER.fullmatch(name)
+        return None if found is None else found.groups()
 
     def _parts(self) -> Iterator[tuple[str, torch.nn.Module, dict[str, Any]]]:
         """Yield (path, module, its own state), without tensors of tables or of an earlier module."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from asyncckpt.errors import UsageError
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import (
     Key,
     Node,
@@ -168,8 +169,12 @@ class Offer:
 # -- names without wrappers --------------------------------------------------------------------------------------------
 
 
-def as_targets_name_it(contents: Contents, targets: DenseTargets) -> Contents:
+def as_targets_name_it(contents: Contents, targets: DenseTargets, chain: Chain) -> Contents:
     """Return what a checkpoint holds under the names of modules in its targets."""
+    if any(hasattr(type(item.owner), "same_on_ranks") for item in targets.rebuilt):
+        from asyncckpt.plan.same_on_ranks import with_those_of_ranks  # Few states hold any.
+
+        contents = with_those_of_ranks(contents, targets, chain)
     new: dict[Path, Key] = {}
     odd: dict[Path, Rebuilt] = {}
     for item in targets.rebuilt:

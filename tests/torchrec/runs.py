@@ -14,6 +14,8 @@ from torchrec.distributed import DistributedModelParallel
 
 import asyncckpt
 from asyncckpt.adapters import dense_state_of, tables_of, track_lookups
+from asyncckpt.adapters.fbgemm import tbe_counters
+from asyncckpt.adapters.torchrec import kernels_of
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table, TracksRows
 from asyncckpt.testing.mark_tests import Remembered
@@ -128,10 +130,13 @@ def dense(training: ModelTraining) -> dict[str, Any]:
 
 
 def run_resharded(make: Callable[[int], ModelTraining], folder: Path) -> list[str]:
-    """Load what two ranks have saved into the one there is here: every shard of every table, optimizers' rows too."""
+    """Load what two ranks have saved into the one there is here: every shard of every table, optimizers' rows too, and
+    the counters of fused optimizers, which are named by kernel and rank."""
     training = make(7)
-    report = asyncckpt.Loader(folder / "run", tables_of(training.model)).load()
+    report = asyncckpt.Loader(folder / "run", tables_of(training.model), dense(training)).load()
     problems = [] if report.rows == {f"sparse.{name}": rows for name, rows in ROWS.items()} else [f"rows {report.rows}"]
+    counters, expected = counters_of(training), json.loads((folder / "counters.json").read_text())
+    problems += [] if counters == expected else [f"counters {counters}, saved {expected}"]
     found = training.image()
     count = 0
     for rank in range(2):
@@ -145,11 +150,20 @@ def run_resharded(make: Callable[[int], ModelTraining], folder: Path) -> list[st
     return problems if count >= len(ROWS) else [*problems, f"only {count} shards were saved"]
 
 
+def counters_of(training: ModelTraining) -> list[dict[str, list[int]]]:
+    """The different counters of its kernels, which are the same on all ranks."""
+    found = [tbe_counters(kernel._emb_module) for kernel in kernels_of(training.model.module.sparse)]
+    by_kernel = [{name: counter.tolist() for name, counter in each.items()} for each in found]
+    return [each for number, each in enumerate(by_kernel) if each not in by_kernel[:number]]
+
+
 def keep_image(training: ModelTraining, folder: Path) -> None:
     """Leave every shard of this rank for run_resharded."""
     held = {name: bits for name, bits in training.image().items() if "@" in name and bits[1][0]}
     shards = {name: (dtype, shape, bits.hex()) for name, (dtype, shape, bits) in held.items()}
     (folder / f"image{dist.get_rank()}.json").write_text(json.dumps(shards))
+    if dist.get_rank() == 0 and isinstance(training.model, DistributedModelParallel):
+        (folder / "counters.json").write_text(json.dumps(counters_of(training)))
 
 
 def is_of_another_rank(name: str) -> bool:

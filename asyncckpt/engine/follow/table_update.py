@@ -187,7 +187,7 @@ class OpenUpdate:
         """Load the step. changes: what is new in it, for the tables that hold the previous one."""
         begun, bytes_before = time.perf_counter(), reader.bytes_read
         targets = dense_targets(state, tables=iter(tables))
-        contents = as_targets_name_it(self._contents, targets)
+        contents = as_targets_name_it(self._contents, targets, self._chain)
         left_out = partial(tables_left_out, state, tables.values())
         plan = make_load_plan(self._chain, contents, targets, tables, strict=strict, left_out=left_out)
         report = report_of(self.path, self._chain, contents, targets, plan)

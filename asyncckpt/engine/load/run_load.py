@@ -178,7 +178,7 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
         for part in plain_parts(own, descend(contents.tree, (name,)), (name,), known)
     ]
     targets = dense_targets(request.state, tables=iter(tables), parts=parts) if whole is None else whole.targets
-    contents = as_targets_name_it(contents, targets)
+    contents = as_targets_name_it(contents, targets, chain)
     plan = make_load_plan(
         chain,
         contents,
