@@ -9,7 +9,8 @@
             ckpt.step(step)
 
 It holds what `save_state` saves: models, optimizers, schedulers, the scaler, data loaders that keep their position,
-what was given to `register_for_checkpointing`, and the random numbers of every rank.
+what was given to `register_for_checkpointing`, and the random numbers of every rank; where gradients are accumulated,
+also the position among the batches of a step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,60 @@ def checkpointer(accelerator: Any, path: str | os.PathLike[str], **arguments: An
         raise UsageError("names of the state are those of what is prepared", found=taken, hint="call them otherwise")
     if not accelerator._models:
         raise UsageError("nothing is prepared yet", hint="call it after accelerator.prepare(...)")
-    return Checkpointer(path, **arguments, **found)
+    made = _Prepared(path, **arguments, **found)
+    made.accelerator = accelerator
+    made.there = _there(accelerator)
+    return made
+
+
+class _Prepared(Checkpointer):
+    """Refuses to save and restore when something was prepared or registered since, which it would leave out."""
+
+    accelerator: Any
+    there: list[tuple[str, int]]
+
+    def restore(self, *args: Any, **kwargs: Any) -> int:
+        self._check()
+        return super().restore(*args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().step(*args, **kwargs)
+
+    def save_now(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().save_now(*args, **kwargs)
+
+    def _check(self) -> None:
+        found = _there(self.accelerator)
+        if found != self.there:
+            raise UsageError(
+                "something was prepared or registered after checkpointer(...), and would not be saved",
+                found=dict(found),
+                expected=dict(self.there),
+                hint="call it after the last accelerator.prepare(...) and register_for_checkpointing(...)",
+            )
+
+
+class _Accumulation:
+    """How many batches an Accelerator has seen of a step that accumulates gradients."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["batches"]
+
+
+def _there(accelerator: Any) -> list[tuple[str, int]]:
+    found = (("models", "_models"), ("optimizers", "_optimizers"), ("schedulers", "_schedulers"))
+    return [
+        (name, len(getattr(accelerator, attribute)))
+        for name, attribute in (*found, ("data loaders", "_dataloaders"), ("registered objects", "_custom_objects"))
+    ]
 
 
 def _parts(accelerator: Any) -> Iterator[tuple[str, Any]]:
@@ -55,6 +109,8 @@ def _parts(accelerator: Any) -> Iterator[tuple[str, Any]]:
     yield from _named("data", [DataPosition(loader) for loader in loaders])
     if accelerator.scaler is not None:
         yield "scaler", accelerator.scaler
+    if accelerator.gradient_accumulation_steps > 1:
+        yield "accumulation", _Accumulation(accelerator)
     yield "random", RngState()  # Loaded last: what others draw meanwhile does not count.
 
 

@@ -40,6 +40,7 @@ from asyncckpt.integrations.lightning_loops import (
     norms_of,
     set_resumed,
 )
+from asyncckpt.integrations.loggers import warn_of_loggers
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.places import steps_in, upload_url
 from asyncckpt.options import KeepPolicy
@@ -124,6 +125,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         RngState().load_state_dict(self._rng)  # What is drawn for a new epoch comes before its first batch.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            warn_of_loggers(trainer.loggers)
         if not isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
             trainer.strategy.checkpoint_io = AsyncCheckpointIO()
         url = upload_url(self._checkpointing)

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from asyncckpt.commit.root import open_root
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import IOFailedError, UsageError
 from asyncckpt.format.names import MANIFESTS_DIR
+from asyncckpt.integrations.loggers import warn_of_loggers
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.places import steps_in
 from asyncckpt.integrations.synced import sync_path
@@ -30,6 +32,7 @@ from asyncckpt.saver import Saver
 __all__ = ["ROOT", "AsyncCheckpointIO", "check_no_url", "check_plain", "checkpoint_file"]
 
 _io = needed("lightning.fabric.plugins", "lightning")
+_trainer = needed("lightning.pytorch.trainer", "lightning")
 _NAMED_STEP = re.compile(r"step=(\d+)")
 ROOT = "checkpoint"
 _TENSORS = ("state_dict", "optimizer_states")
@@ -50,6 +53,7 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         self._options = {"on_busy": "queue", "keep": 1, **options}
         self._open: dict[str, _Saving] = {}
         self._to_remove: list[str] = []
+        self._warned = False
         self.uploads: dict[str, str] = {}  # Where directories are uploaded to, from which they may be lost.
 
     def save_checkpoint(
@@ -59,6 +63,9 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         if storage_options is not None:
             raise UsageError("there are no storage options here", found=storage_options, hint="AsyncCheckpointIO(...)")
         check_plain(checkpoint)
+        if not self._warned:
+            self._warned = True
+            warn_of_loggers(_loggers_that_wait())
         entry = _entry(path)
         self._settle()
         self._keep(entry)
@@ -128,6 +135,16 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         except BaseException:
             self._to_remove.clear()  # Nothing goes that the failed one was to replace.
             raise
+
+
+def _loggers_that_wait() -> list[Any]:
+    """Return the loggers of the Trainer that saves: a plugin is not told of it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), _trainer.Trainer):
+            return list(found.loggers)
+        frame = frame.f_back  # type: ignore[assignment]
+    return []  # Fabric's, which tell no logger.
 
 
 def _entry(path: str | os.PathLike[str]) -> str:

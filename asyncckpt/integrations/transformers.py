@@ -40,6 +40,7 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.checkpointer_options import checked_restoring
 from asyncckpt.checkpoints import describe
 from asyncckpt.errors import UnsupportedError, UsageError, Words
+from asyncckpt.integrations.loggers import check_loggers
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.places import steps_in, upload_url
 from asyncckpt.integrations.pretrained import Pretrained, export_pretrained
@@ -107,14 +108,18 @@ class CheckpointMixin:
         self._checkpointer: Checkpointer | None = None
         self._noted_step = self._put_off_step = -1
         self._trainer_values, self._rng = TrainerValues(self), HeldRng()
+        self._trial: Any = None
 
     # What users call.
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where checkpoints are saved."""
-        given = self._checkpoint_dir
-        return Path(given) if given is not None else Path(self._get_output_dir(None)) / _FOLDER
+        """Where checkpoints are saved; each trial of hyperparameter_search has a folder of its own."""
+        output = Path(self._get_output_dir(self._trial))
+        if self._checkpoint_dir is None:
+            return output / _FOLDER
+        given = Path(self._checkpoint_dir)
+        return given if self._trial is None else given / output.name
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a step to resume: `train(resume_from_checkpoint=trainer.has_checkpoint())`."""
@@ -122,13 +127,16 @@ class CheckpointMixin:
         theirs = os.path.isdir(output) and transformers.trainer_utils.get_last_checkpoint(output) is not None
         return theirs or bool(steps_in(self.checkpoint_dir) or steps_in(upload_url(self._checkpointing)))
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train as Trainer.train does.
 
         resume_from_checkpoint: True: the newest step; ".../checkpoint-20" or the directory of checkpoints: that step,
         or its newest. What Hugging Face's own Trainer has saved is resumed by it.
         """
         self._check_supported()
+        self._trial = trial
         self._resumed = self._find(resume_from_checkpoint)
         self._noted_step = self._put_off_step = -1
         self._trainer_values, self._rng = TrainerValues(self), HeldRng()
@@ -141,7 +149,7 @@ class CheckpointMixin:
                 resume_from_checkpoint = self._open.enter_context(tempfile.TemporaryDirectory())
                 Path(resume_from_checkpoint, _STATE_FILE).write_text(self._trainer_values.text, encoding="utf-8")
             try:
-                return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+                return super().train(resume_from_checkpoint, trial, *args, **kwargs)  # type: ignore[misc]
             except BaseException:
                 self._leave_out_half_step()
                 raise
@@ -246,7 +254,7 @@ class CheckpointMixin:
                 periodic._forget_last()
 
     def _forget(self) -> None:
-        self._checkpointer = self._open = self._resumed = None
+        self._checkpointer = self._open = self._resumed = self._trial = None
 
     def _parts(self) -> dict[str, Any]:
         """Return what a checkpoint holds, by name."""
@@ -328,6 +336,8 @@ class CheckpointMixin:
                 found=Words(self.args.hub_strategy),
                 expected=_PUSHES_AT_THE_END,
             )
+        if self.args.save_strategy != "no":
+            check_loggers(self.callback_handler.callbacks)
 
     if TYPE_CHECKING:  # What the Trainer has.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,3 +67,34 @@ def test_several_models_and_what_is_registered(tmp_path: Path) -> None:
         assert ckpt.restore() == 2
     assert torch.equal(second.weight, weight)
     assert counter.value == 3
+
+
+def test_what_is_prepared_later_is_not_left_out_silently(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    with checkpointer(accelerator, tmp_path, every=1) as ckpt:
+        ckpt.save_now(0)
+        late = accelerator.prepare(torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1))
+        for call in (ckpt.restore, lambda: ckpt.step(1), lambda: ckpt.save_now(1)):
+            with pytest.raises(asyncckpt.UsageError, match=r"prepared or registered after.*'optimizers': 1"):
+                call()
+        accelerator._optimizers.remove(late)
+        ckpt.step(1)
+    assert asyncckpt.list_steps(tmp_path) == [0, 1]
+
+
+def test_the_position_within_accumulated_gradients_is_saved(tmp_path: Path) -> None:
+    def prepared() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        return accelerator, accelerator.prepare(torch.nn.Linear(2, 1))
+
+    accelerator, model = prepared()
+    with checkpointer(accelerator, tmp_path, every=1) as ckpt:
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                pass
+        ckpt.save_now(0)
+    resumed, _ = prepared()
+    with checkpointer(resumed, tmp_path, every=1) as ckpt:
+        assert ckpt.restore() == 1
+    assert resumed.step == accelerator.step == 4

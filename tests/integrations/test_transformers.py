@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import asyncckpt
 from asyncckpt.integrations.transformers import AsyncCheckpoint, export_pretrained
+from asyncckpt.integrations.transformers import Trainer as OurTrainer
 from tests.integrations.jobs import differences, run_job
 from tests.integrations.transformers_job import STEPS, arguments, model, samples, trainer
 
@@ -236,3 +237,28 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     with pytest.raises(asyncckpt.UnsupportedError, match="not pushed"):
         running.train()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_each_trial_of_a_search_has_a_folder_of_its_own(tmp_path: Path, given: bool) -> None:
+    where = tmp_path / "elsewhere" if given else None
+    data = samples()
+    running = OurTrainer(
+        model_init=lambda trial=None: model(),
+        args=arguments(tmp_path / "out", num_train_epochs=1),
+        train_dataset=data,
+        eval_dataset=data[:8],
+        checkpoint_dir=where,
+    )
+
+    def space(trial: Any) -> dict[str, float]:
+        return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2)}
+
+    best = running.hyperparameter_search(hp_space=space, n_trials=3, backend="optuna", direction="minimize")
+    assert best.run_id in ("0", "1", "2")
+    for number in range(3):
+        name = f"run-{number}"
+        directory = where / name if where is not None else tmp_path / "out" / name / "checkpoints"
+        assert asyncckpt.list_steps(directory)
+    running.train()
+    assert asyncckpt.list_steps(where or tmp_path / "out" / "checkpoints"), "the run after the search has its own"
