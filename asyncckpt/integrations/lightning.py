@@ -93,12 +93,18 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self._rng: Mapping[str, Any] | None = None
         self._positions: list[Any] = []
         self._metrics: Mapping[str, torch.Tensor] = {}
+        self._found_key = type(self).__qualname__
 
     # What Lightning asks for.
 
     @property
     def state_key(self) -> str:
-        return type(self).__qualname__
+        """One for each of several callbacks, by the names of their directories."""
+        return str(self._generate_state_key(directory=Path(self.dirpath).name))
+
+    @property
+    def _legacy_state_key(self) -> str:  # What Lightning asks for where there is no state of that name.
+        return self._found_key
 
     @property
     def ckpt_path(self) -> str | None:
@@ -139,9 +145,13 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
         self._positions = fit_loop.get("combined_loader", [])
+        saved = [key for key in checkpoint["callbacks"] if str(key).startswith(type(self).__qualname__)]
+        self._found_key = saved[0] if len(saved) == 1 else self.state_key  # Of a directory with another name.
         self._metrics = checkpoint.get(_METRICS, {})
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.fast_dev_run:  # A trial, for which Lightning saves nothing either.
+            return
         self._check_newest(trainer.global_step)
         # What ends the epoch after a validation, such as EarlyStopping, asks for what that has measured.
         trainer.callback_metrics.update(self._metrics)
@@ -179,7 +189,9 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
             noted.callbacks, noted.next_begun, noted.is_followed = states, True, False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step != self._last_step:  # Else in the middle of accumulated gradients.
+        if (
+            self._checkpointer is not None and trainer.global_step != self._last_step
+        ):  # Else in the middle of accumulated gradients.
             self._note(trainer)
             if not (self._validates(trainer) and self.monitor is not None):
                 self._tell(save=self._every is not None and trainer.global_step % self._every == 0)

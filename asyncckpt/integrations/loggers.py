@@ -58,8 +58,8 @@ def warn_of_loggers(loggers: Iterable[Any]) -> None:
     names = [type(logger).__name__ for logger in loggers if getattr(logger, "_log_model", False)]
     if names:
         warn(
-            f"asyncckpt: {', '.join(names)} uploads files alone, and checkpoints are directories here: none is uploaded "
-            "(log_model=False; options={'upload': url} copies checkpoints to an object store, and checkpoint_file(path) "
-            "makes a file of one)",
+            f"asyncckpt: {', '.join(names)} uploads files alone, and checkpoints are directories here: none is "
+            "uploaded (log_model=False; options={'upload': url} copies checkpoints to an object store, and "
+            "checkpoint_file(path) makes a file of one)",
             UserWarning,
         )

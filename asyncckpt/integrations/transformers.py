@@ -43,7 +43,7 @@ from asyncckpt.errors import UnsupportedError, UsageError, Words
 from asyncckpt.integrations.loggers import check_loggers
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.places import steps_in, upload_url
-from asyncckpt.integrations.pretrained import Pretrained, export_pretrained
+from asyncckpt.integrations.pretrained import Pretrained, base_of, export_pretrained
 from asyncckpt.integrations.trainer_values import HeldRng, TrainerValues
 from asyncckpt.loader import Loader
 from asyncckpt.model.store_url import StoreUrl
@@ -157,7 +157,11 @@ class CheckpointMixin:
     def export_pretrained(self, folder: str | os.PathLike[str], step: int | str | None = None) -> int:
         """Make a folder for `from_pretrained` of a saved step ("best", a number, None: the newest); return the step."""
         return export_pretrained(
-            self.checkpoint_dir, folder, step=step, model_class=type(self.model), tokenizer=self.processing_class
+            self.checkpoint_dir,
+            folder,
+            step=step,
+            model_class=type(base_of(self.model)),
+            tokenizer=self.processing_class,
         )
 
     # What the loop of transformers calls.

@@ -373,3 +373,60 @@ def test_several_ranks_save_and_resume_together(tmp_path: Path) -> None:
     assert "ended at 20" in printed
     assert {key: values for key, values in rest.items() if whole[key] != values} == {}
     assert asyncckpt.describe(tmp_path / "parts").ranks_count == 2
+
+
+def test_two_callbacks_save_to_two_directories_and_resume(tmp_path: Path) -> None:
+    def callbacks(folder: Path) -> list[AsyncCheckpoint]:
+        often = AsyncCheckpoint(folder / "often", every_n_train_steps=2, keep=2)
+        return [often, AsyncCheckpoint(folder / "best", monitor="val_loss", keep=1)]
+
+    whole = trainer(tmp_path, *callbacks(tmp_path / "whole"), max_epochs=4)
+    first, second = TwoLayers(), TwoLayers()
+    whole.fit(first, batches(), held_out())
+    of_whole = [one for one in whole.callbacks if isinstance(one, AsyncCheckpoint)]
+    trainer(tmp_path, *callbacks(tmp_path / "parts"), max_epochs=2).fit(TwoLayers(), batches(), held_out())
+    resumed = trainer(tmp_path, *callbacks(tmp_path / "parts"), max_epochs=4)
+    resumed.fit(second, batches(), held_out(), ckpt_path="last")
+    assert all(torch.equal(one, second.state_dict()[name]) for name, one in first.state_dict().items())
+    of_resumed = [one for one in resumed.callbacks if isinstance(one, AsyncCheckpoint)]
+    assert [one.best_step for one in of_whole] == [one.best_step for one in of_resumed]
+    assert of_whole[1].best_step is not None
+    for name in ("often", "best"):
+        steps = [asyncckpt.list_steps(tmp_path / run / name) for run in ("whole", "parts")]
+        assert steps[0][-1] == steps[1][-1]  # What a run has resumed from stays, until it has saved often enough.
+
+
+def test_a_directory_that_was_renamed_and_an_earlier_key_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fitted(name: str, epochs: int) -> AsyncCheckpoint:
+        saved = AsyncCheckpoint(tmp_path / name, monitor="val_loss")
+        trainer(tmp_path, saved, max_epochs=epochs).fit(TwoLayers(), batches(), held_out(), ckpt_path="last")
+        return saved
+
+    expected = fitted("whole", 4).best_model_score
+    with monkeypatch.context() as patch:  # As one callback alone was called.
+        patch.setattr(AsyncCheckpoint, "state_key", property(lambda self: "AsyncCheckpoint"))
+        fitted("earlier", 2)
+    fitted("before", 2)
+    for name in ("earlier", "before"):
+        seen: list[float | None] = []
+        with monkeypatch.context() as patch:
+            real = AsyncCheckpoint.load_state_dict
+
+            def load(self: AsyncCheckpoint, state: Any, real: Any = real, seen: list[Any] = seen) -> None:
+                real(self, state)
+                seen.append(self.best_model_score)
+
+            patch.setattr(AsyncCheckpoint, "load_state_dict", load)
+            (tmp_path / name).rename(tmp_path / f"{name} moved")
+            assert fitted(f"{name} moved", 4).best_model_score == expected
+        assert len(seen) == 1
+        assert seen[0] is not None
+
+
+def test_a_trial_of_one_step_saves_nothing(tmp_path: Path) -> None:
+    trainer(tmp_path, AsyncCheckpoint(tmp_path / "run", every_n_train_steps=1), fast_dev_run=True).fit(
+        TwoLayers(), batches(), held_out()
+    )
+    assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Loggers that upload the files of a trainer's own saving are told at the start, beside wandb itself, which is offline."""
+"""Loggers that upload files of a trainer's own saving are told at the start; with the real wandb, which is offline."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_wandb_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         running.train()
         assert asyncckpt.list_steps(tmp_path / "run" / "checkpoints")
         return
-    with pytest.raises(asyncckpt.UnsupportedError, match="WandbCallback uploads a folder.*WANDB_LOG_MODEL=end"):
+    with pytest.raises(asyncckpt.UnsupportedError, match=r"WandbCallback uploads a folder.*WANDB_LOG_MODEL=end"):
         running.train()
     assert not (tmp_path / "run" / "checkpoints").exists(), "it is said before anything is saved"
 

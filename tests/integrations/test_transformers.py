@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import asyncckpt
@@ -262,3 +266,63 @@ def test_each_trial_of_a_search_has_a_folder_of_its_own(tmp_path: Path, given: b
         assert asyncckpt.list_steps(directory)
     running.train()
     assert asyncckpt.list_steps(where or tmp_path / "out" / "checkpoints"), "the run after the search has its own"
+
+
+@pytest.mark.parametrize("kind", ["lora", "two adapters", "modules to save", "prompts"])
+def test_adapters_are_exported_as_the_trainer_itself_saves_them(tmp_path: Path, kind: str) -> None:
+    def adapted() -> Any:
+        more = {"modules_to_save": ["lm_head"]} if kind == "modules to save" else {}
+        config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", bias="all", **more)
+        if kind == "prompts":
+            config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        made = peft.get_peft_model(model(), config)
+        if kind == "two adapters":
+            made.add_adapter("other", peft.LoraConfig(target_modules=["v_proj"]))
+        return made
+
+    data = samples()
+    given = {"args": arguments(tmp_path / "own", num_train_epochs=1), "train_dataset": data, "eval_dataset": data[:8]}
+    theirs = Trainer(model=adapted(), **given)
+    theirs.train()
+    theirs.save_model(str(tmp_path / "theirs"))
+    running = OurTrainer(model=adapted(), **given, checkpoint_dir=tmp_path / "ours")
+    running.train()
+    running.export_pretrained(tmp_path / "exported")
+    own, exported = tmp_path / "theirs", tmp_path / "exported"
+    names = sorted(path.relative_to(own) for path in own.rglob("adapter_*"))
+    assert len(names) == (4 if kind == "two adapters" else 2)
+    for name in names:
+        if name.suffix == ".safetensors":
+            one, other = load_file(own / name), load_file(exported / name)
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+        else:
+            assert json.loads((own / name).read_text()).keys() == json.loads((exported / name).read_text()).keys()
+    with_adapter = peft.PeftModel.from_pretrained(model(), exported)
+    before, after = running.model.eval(), with_adapter.eval()
+    tokens = data[0]["input_ids"][None]
+    assert torch.equal(before(input_ids=tokens).logits, after(input_ids=tokens).logits)
+
+
+def test_why_there_is_no_best_step(tmp_path: Path) -> None:
+    values = {4: 2.0, 8: 3.0, 12: 1.0, 16: 4.0, 20: 5.0}
+
+    def evaluated(running: Any, loss: dict[int, float]) -> None:
+        real = running.evaluation_loop
+
+        def loop(*given: Any, **more: Any) -> Any:
+            output = real(*given, **more)
+            output.metrics["eval_loss"] = loss.get(running.state.global_step, math.nan)
+            return output
+
+        running.evaluation_loop = loop
+        running.train()
+
+    running = trainer(tmp_path / "nan")
+    evaluated(running, {})
+    with pytest.raises(asyncckpt.NotFoundError, match=r"a metric that chooses it \(a metric that is nan chooses none"):
+        running.export_pretrained(tmp_path / "exported", step="best")
+    running = trainer(tmp_path / "unsaved", save_steps=10)
+    evaluated(running, values)
+    with pytest.raises(asyncckpt.NotFoundError, match=r"the best step, 12, is not in .*found \[10, 20\].*multiple"):
+        running.export_pretrained(tmp_path / "exported", step="best")
