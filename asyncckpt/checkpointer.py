@@ -41,7 +41,7 @@ from asyncckpt.engine.ranks.open_directory import look_for_all, which_of_all
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
 from asyncckpt.format.names import check_step
-from asyncckpt.loader import checked_changes, load_now
+from asyncckpt.loader import changed_request, load_now
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, BusyPolicy, DeltaPolicy, KeepPolicy, RankOptions
@@ -176,8 +176,7 @@ class Checkpointer:
         with self._together.restoring():
             step = check_step(step)
             check_type("discard_newer", discard_newer, bool)
-            names, sizes = checked_changes(strict, cast, rename, resize)
-            how = LoadRequest(filter_func=filter_func, strict=strict, cast=cast, rename=names, resize=sizes)
+            how = changed_request(strict=strict, cast=cast, rename=rename, resize=resize, filter_func=filter_func)
             self._periodic.drain()
             self._saver._wait_in_flight(SAVE_DEADLINE_S)
             target, uploads = self._saver._target, self._saver._uploads

@@ -187,6 +187,19 @@ class Loader(WaitsUntilFree):
         return future
 
 
+def changed_request(
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    rename: Mapping[str, str] | None = None,
+    resize: Collection[str] = (),
+    filter_func: LoadFilter | None = None,
+) -> LoadRequest:
+    """Return what a trainer's `restore` asks for. UsageError."""
+    names, sizes = checked_changes(strict, cast, rename, resize)
+    return LoadRequest(filter_func=filter_func, strict=strict, cast=cast, rename=names, resize=sizes)
+
+
 def checked_changes(
     strict: bool, cast: bool, rename: Mapping[str, str] | None, resize: Collection[str]
 ) -> tuple[Mapping[str, str], frozenset[str]]:

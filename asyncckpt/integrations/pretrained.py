@@ -84,7 +84,7 @@ def export_pretrained(
 ) -> int:
     """Make a folder that `from_pretrained` reads, of the newest step, a given one, or "best"; return the step.
 
-    Of a model of PEFT it has the adapters, as Hugging Face's own Trainer saves it.
+    The adapters of a model of PEFT are exported without it, as Hugging Face's own Trainer saves them.
 
     path         a directory of checkpoints that a Trainer of asyncckpt.integrations.transformers wrote to
     step         "best": the one with the best metric, as Hugging Face's TrainerState in the newest step says

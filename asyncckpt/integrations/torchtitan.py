@@ -25,8 +25,8 @@ import torch
 from asyncckpt.arguments import check_int
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.checkpointer_options import checked_restoring
-from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.format.names import check_step
+from asyncckpt.loader import changed_request
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.plan.wrapped_names import unwrapped
 from asyncckpt.trainer_state import DataPosition, RngState
@@ -124,7 +124,7 @@ class CheckpointManager:
         own = self._checkpointer
         own._check_open()
         with own._together.restoring():
-            how = LoadRequest(**{"rename": {}, **self._restoring})
+            how = changed_request(**self._restoring)
             own._load_step(check_step(step, or_none=False), how, discard_newer=False)
         if own._together.is_asked:
             own._termination.leave()

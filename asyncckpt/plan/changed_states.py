@@ -3,10 +3,11 @@
 An optimizer of tables takes it table by table: its steps, if all its slots are loaded, whichever optimizer had them;
 and a group the numbers of a stored one that had the same tables, as far as they are still there.
 
-An optimizer of torch takes it parameter by parameter. Which is which is told by the tensors of modules that the stored
-names of parameters (`param_names`) belong to, for these are loaded by name; where that cannot be told, by these names
-alone; and without names by the numbers, as torch does, if all parameters are loaded. A parameter that is not loaded has
-no state. One that is resized has its moments resized with it.
+An optimizer of torch takes it parameter by parameter, and its state goes with its values: from the tensor that it is
+loaded from. Which stored state is of which tensor is told by the stored names of parameters (which_parameter.py); where
+no tensors have them, as for parameters that are not saved, by these names alone; and without names by the numbers, as
+torch does, if all parameters are loaded. A parameter that is not loaded has no state. One that is resized has its
+moments resized with it.
 
 Where parameters are spread over ranks, or a state has composites, it is only taken as it is. What cannot be told is a
 problem: in a load that is not strict the object stays as it is.
@@ -27,12 +28,14 @@ from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Path, descend, kinds_in, leaves, path_name, tensor_paths
 from asyncckpt.format.values import COMPOSITE
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
-from asyncckpt.plan.object_checks import is_optimizer_state, loads_as, memory_of
+from asyncckpt.plan.load_targets import Rebuilt
+from asyncckpt.plan.object_checks import is_optimizer_state, loads_as
 from asyncckpt.plan.rename import Names
-from asyncckpt.plan.wrapped_names import bare_name
+from asyncckpt.plan.state import flatten
+from asyncckpt.plan.which_parameter import Parameters, names_in
 
 Fit = Callable[[Any], Any]
+OfTable = tuple[frozenset[str], str, tuple[str, ...]]  # Its columns, its name as a target, and what it is loaded from.
 # What the elements begin with that a moment of a resized parameter gets: 0, or this option of the group.
 _BEGINS_WITH = {"sum": "initial_accumulator_value", "step_size": "lr"}
 _HINT = "make optimizers of named_parameters(), before the model changes"
@@ -49,16 +52,51 @@ class Changes:
     was: Mapping[Path, Path] = field(default_factory=dict)
 
     @staticmethod
-    def apply(rename: Mapping[str, str], resize: Collection[str], chain: Chain) -> tuple[Changes, Chain]:
-        """Check them, and return them with a checkpoint under the new names. UsageError. What it has under its new name
-        already is not renamed.
+    def apply(
+        rename: Mapping[str, str],
+        resize: Collection[str],
+        chain: Chain,
+        strict: bool,
+        own_tables: Collection[str],
+        own_state: Mapping[str, Any],
+    ) -> tuple[Changes, Chain]:
+        """Check them, and return them with a checkpoint under the new names. UsageError.
+
+        The next restore renames once more: then all have their new names, and stay. Where the checkpoint has both, and
+        the model too, it is done.
         """
-        if twice := sorted(rename.keys() & set(rename.values())):
-            hint = "the next restore would rename it once more; a filter_func, for one restore, can exchange names"
-            raise UsageError(f"rename gives the name {twice[0]!r}, and takes it away", hint=hint)
-        there = {path_name(path) for part in chain.newest.parts for path, _ in leaves(part.tree)}
-        begins = _begins({*there, *(facts.name for part in chain.newest.parts for facts in part.tables)})
-        names = Names({old: new for old, new in rename.items() if new not in begins})
+        for old, new in rename.items():
+            again = next((name for name in rename if _is_at(new, name) and (name != old or new == old)), None)
+            again = again or next((name for name in rename if name != old and _is_at(name, new)), None)
+            if again is not None:
+                hint = "the next restore would rename it once more; a filter_func, for one restore, can exchange names"
+                what = "it" if again == new else repr(again)
+                raise UsageError(f"rename gives the name {new!r}, and takes {what} away", hint=hint)
+        tensors = {path_name(path) for part in chain.newest.parts for path, _ in leaves(part.tree)}
+        tables = {facts.name for part in chain.newest.parts for facts in part.tables}
+        there = tensors | tables
+        unknown = [
+            old for old, new in rename.items() if not any(_is_at(name, old) or _is_at(name, new) for name in there)
+        ]
+        if unknown and strict:
+            raise UsageError("rename has unknown names", found=sorted(unknown), expected=sorted(there)[:16])
+        chosen: dict[str, str] = {}
+        for old, new in rename.items():
+            # What is below the new name already has been renamed, where something was put around it.
+            left = [name for name in there if _is_at(name, old) and not (len(new) > len(old) and _is_at(name, new))]
+            both = [
+                (name, called)
+                for name in left
+                if (called := new + name[len(old) :]) in (tensors if name in tensors else tables)
+                and not _is_at(called, old)
+            ]
+            if not both:
+                chosen |= {old: new} if left else {}
+            elif not {name for pair in both for name in pair} <= _own_names(own_tables, own_state):
+                what = f"rename gives {both[0][0]!r} the name {both[0][1]!r}, and the checkpoint has both"
+                hint = "leave out what is renamed already; of what is not, a filter_func loads one of both"
+                raise UsageError(what, hint=hint)
+        names = Names(chosen)
         renamed = names.chain(chain)
         pairs = zip(chain.newest.parts, renamed.newest.parts, strict=True)
         was = {new: old for a, b in pairs for old, new in zip(tensor_paths(a.tree), tensor_paths(b.tree), strict=True)}
@@ -74,23 +112,32 @@ class Changes:
         return not self.resized.isdisjoint(_begins([name]))
 
 
+def _is_at(name: str, begin: str) -> bool:
+    """Return whether a name is this one, or one below it."""
+    return name == begin or name.startswith(f"{begin}.")
+
+
+def _own_names(tables: Collection[str], state: Mapping[str, Any]) -> set[str]:
+    return {*tables, *(path_name(path) for path, _ in leaves(flatten(state).tree))}
+
+
 def _begins(names: Collection[str]) -> set[str]:
     """Return what names begin with, up to a dot or to their end."""
     return {name[:end] for name in names for end in range(1, len(name) + 1) if name[end : end + 1] in ("", ".")}
 
 
 class ChangedStates:
-    """Makes the states of one load fit. missing: gets what has no state then, as a report has it.
+    """Makes the states of one load fit. missing: gets what has no state then, as a report has it. regrouped: gets the
+    ids of optimizers whose groups are no longer those that were stored.
 
-    loads: its tensors, each with its source. tables: the columns of the tables that are loaded, by their ids.
+    tables: those that are loaded, by their ids.
     """
 
     def __init__(
         self,
         contents: Contents,
-        targets: DenseTargets,
-        loads: Sequence[tuple[InPlace | None, StoredDense]],
-        tables: Mapping[int, frozenset[str]],
+        parameters: Parameters,
+        tables: Mapping[int, OfTable],
         changes: Changes | None,
         *,
         strict: bool,
@@ -98,15 +145,8 @@ class ChangedStates:
     ) -> None:
         self._contents, self._tables, self._strict, self._missing = contents, tables, strict, missing
         self._changes = Changes(Names(), frozenset()) if changes is None else changes
-        self._sources: dict[object, StoredDense] = {}
-        self._known_as: dict[object, str] = {}
-        for target, source in loads:
-            if target is not None and (at := _place(target)) is not None:
-                self._sources[at] = source
-        for leaf in targets.in_place:
-            owner = targets.owner_of(leaf.path)
-            if owner is not None and owner.is_module and (at := _place(leaf)) is not None:
-                self._known_as.setdefault(at, path_name(leaf.path[len(owner.path) :]))
+        self._parameters = parameters
+        self.regrouped: set[int] = set()
 
     def of(self, item: Rebuilt) -> Fit | None:
         """Return what makes the stored state of an object fit; None: it stays as it is. It raises UsageError for one of
@@ -123,8 +163,9 @@ class ChangedStates:
             return None
         parameters = [parameter for group in own.param_groups for parameter in group["params"]]
         is_whole = COMPOSITE not in kinds_in(node) and not any(hasattr(each, "device_mesh") for each in parameters)
-        places = list(map(memory_of, parameters))  # A module that is loaded may put its parameters elsewhere.
-        fit = _OfTorch(self, item, parameters, places, is_whole=is_whole)
+        # At once: a module that is loaded may put its parameters elsewhere.
+        paths = list(map(self._parameters.paths, parameters))
+        fit = _OfTorch(self, item, parameters, paths, is_whole=is_whole)
         return lambda state: fit(state) if is_optimizer_state(state) else state
 
     # -- tables --------------------------------------------------------------------------------------------------------
@@ -136,30 +177,40 @@ class ChangedStates:
         groups = [
             {**group, "tables": [rename(str(name)) for name in group["tables"]]} for group in stored["param_groups"]
         ]
-        if self._strict or not all(len(group["tables"]) == len(group["params"]) for group in groups):
+        now, state = own.state_dict(), dict[Any, Any]()
+        of = {
+            name: self._tables.get(id(parameter.table), (frozenset[str](), name, ()))
+            for group, live in zip(now["param_groups"], own.param_groups, strict=True)
+            for name, parameter in zip(group["tables"], live["params"], strict=True)
+        }
+        called = {key: name for name, (_, key, _) in of.items()}  # Optimizers have tables by their own names.
+        sources = {name: tuple(called.get(key, key) for key in found) for name, (_, _, found) in of.items()}
+        are_own = all(found in ((), (name,)) for name, found in sources.items())
+        if (self._strict and are_own) or not all(len(group["tables"]) == len(group["params"]) for group in groups):
             return {**stored, "param_groups": groups}  # Which it compares, or refuses.
         there = {
             name: (stored["state"].get(number, {}).get("step", 0), frozenset(group))
             for group in groups
             for name, number in zip(group["tables"], group["params"], strict=True)
         }
-        now, state = own.state_dict(), dict[Any, Any]()
-        alive = {name for group in now["param_groups"] for name in group["tables"]}
-        for group, live in zip(now["param_groups"], own.param_groups, strict=True):
+        was_in = _Groups([each["tables"] for each in groups], sources)
+        for number, (group, live) in enumerate(zip(now["param_groups"], own.param_groups, strict=True)):
             options = own.defaults.keys() & group.keys() - {"slots", "differentiable"}  # The second is torch's.
-            was = _group_of(group["tables"], [each["tables"] for each in groups], alive)
+            was = was_in.same_as(group["tables"])
+            if was != number:
+                self.regrouped.add(id(own))
             if was is not None and options <= groups[was].keys():  # Else it is of an optimizer with other rules.
                 group |= {name: groups[was][name] for name in options}
             for name, number, parameter in zip(group["tables"], group["params"], live["params"], strict=True):
-                loaded = self._tables.get(id(parameter.table))
-                if loaded is None:
+                if id(parameter.table) not in self._tables:
                     state[number] = now["state"].get(number, {})
-                elif loaded.issuperset(group["slots"]):
-                    step, had = there.get(name) or self._steps.get(name) or (None, frozenset[str]())
-                    if step is None or not options <= had:
-                        self._missing[f"{path_name(item.path)} of {name}"] = None
+                elif self._tables[id(parameter.table)][0].issuperset(_used(own, group)):
+                    known = [there.get(source) or self._steps.get(source) for source in sources[name]]
+                    steps = {found[0] for found in known if found is not None and options <= found[1]}
+                    if len(known) == 1 and len(steps) == 1:
+                        state[number] = {"step": steps.pop()}
                     else:
-                        state[number] = {"step": step}
+                        self._missing[f"{path_name(item.path)} of {name}"] = None
         return {**stored, "state": state, "param_groups": now["param_groups"]}
 
     @cached_property
@@ -179,157 +230,137 @@ class ChangedStates:
                 found[self._changes.names.name(str(name))] = step, frozenset(options[path[:-2]])
         return found
 
-    # -- which parameter is which --------------------------------------------------------------------------------------
-
-    def paths_of(self, names: Sequence[str], among: Collection[Path]) -> Sequence[Path] | None:
-        """Return the stored tensors that names of parameters belong to, by their paths now; None: nobody can tell. All
-        are names of one module, with more or less before them. among: some of them are among these.
-        """
-        among = set(among)
-        found: list[Sequence[Path]] = []
-        for cut in range(min(name.count(".") for name in names) + 1):
-            parts = [name.split(".", cut) for name in names]
-            if len({tuple(part[:cut]) for part in parts}) > 1:
-                break
-            shorter = [part[-1] for part in parts]
-            for keys in self._stored_keys.values():
-                last = f".{shorter[0]}"
-                for before in [key[: -len(shorter[0])] for key in keys if f".{key}".endswith(last)]:
-                    if all(before + name in keys for name in shorter):
-                        paths = [keys[before + name] for name in shorter]
-                        if paths not in found and not among.isdisjoint(paths):
-                            found.append(paths)
-        return found[0] if len(found) == 1 else None
-
-    def may_be(self, name: str, source: StoredDense | None) -> bool:
-        """Return whether a stored name of a parameter may be that of a tensor: one of both ends as the other."""
-        if source is None:
-            return True
-        key, name = f".{bare_name(str(self._changes.was.get(source.path, source.path)[-1]))}", f".{bare_name(name)}"
-        return key.endswith(name) or name.endswith(key)
-
-    @cached_property
-    def _stored_keys(self) -> Mapping[Path, Mapping[str, Path]]:
-        """The tensors of the checkpoint by the keys that they had, with their paths now; for each mapping."""
-        found: dict[Path, dict[str, Path]] = defaultdict(dict)
-        paths = [(self._changes.was.get(path, path), path) for path in self._contents.leaf_paths]
-        paths = [(was, path) for was, path in paths if type(was[-1]) is str]
-        for was, path in paths:
-            found[was[:-1]][str(was[-1])] = path
-        for was, path in paths:
-            found[was[:-1]].setdefault(bare_name(str(was[-1])), path)
-        return found
-
 
 class _OfTorch:
-    """Makes the stored state of an optimizer of torch fit. places: where its parameters were when it was planned."""
+    """Makes the stored state of an optimizer of torch fit. paths: where its parameters are among the targets."""
 
     def __init__(
         self,
         changed: ChangedStates,
         item: Rebuilt,
         parameters: Sequence[torch.Tensor],
-        places: Sequence[object],
+        paths: Sequence[Sequence[Path]],
         *,
         is_whole: bool,
     ) -> None:
         self._changed, self._item, self._is_whole = changed, item, is_whole
-        self._parameters, self._places = parameters, places
+        self._parameters, self._paths = parameters, paths
 
     def __call__(self, stored: Any) -> Any:
         changed, own, groups = self._changed, self._item.owner.state_dict(), stored["param_groups"]
-        sources = [changed._sources.get(place) for place in self._places]
+        sources = list(map(changed._parameters.sources, self._paths))
         numbers = self._numbers(own["param_groups"], groups, sources)
         order = [number for group in groups for number in group["params"]]
         is_same = _sizes(own["param_groups"]) == _sizes(groups) and list(numbers.values()) == order
         shapes = [tuple(parameter.shape) for parameter in self._parameters]
-        are_resized = any(each is not None and each.shape != shape for each, shape in zip(sources, shapes, strict=True))
-        if is_same and not are_resized and not changed._changes.names.new:
+        pairs = zip(sources, shapes, strict=True)
+        was = [next((each.shape for each in found if each.shape != shape), shape) for found, shape in pairs]
+        if is_same and was == shapes and not changed._changes.names.new:
             return stored
-        if changed._strict and not is_same:
+        if changed._strict and not is_same and (len(numbers) != len(order) or not self._are_others(sources)):
             raise UsageError("its parameters are others, or in another order, than those that were saved")
         is_lbfgs = isinstance(self._item.owner, torch.optim.LBFGS)  # It has one state for all of them.
-        if (is_lbfgs or not self._is_whole) and (are_resized or not is_same):
+        if (is_lbfgs or not self._is_whole) and (was != shapes or not is_same):
             raise UsageError("its parameters have changed, and its state can only be taken as a whole")
-        state: dict[Any, Any] = {}
-        named = [group for group in own["param_groups"] for _ in group["params"]]
-        for number, (source, shape) in enumerate(zip(sources, shapes, strict=True)):
+        state: dict[Any, Any] = {
+            key: value for key, value in stored["state"].items() if type(key) is str
+        }  # Of none of them.
+        named, taken = [group for group in own["param_groups"] for _ in group["params"]], set[Any]()
+        for number, (before, shape) in enumerate(zip(was, shapes, strict=True)):
             entries = stored["state"].get(numbers.get(number))
-            if entries is not None and source is not None and source.shape != shape:
-                entries = _with_shape(entries, source.shape, shape, named[number])
+            if entries is not None and before != shape:
+                entries = _with_shape(entries, before, shape, named[number])
             if entries is not None:
-                state[number] = entries
+                state[number] = _copied(entries) if numbers[number] in taken else entries
+                taken.add(numbers[number])
                 continue
-            if number in own["state"]:
+            if number in own["state"] and number not in numbers:
                 state[number] = own["state"][number]  # Some make it before the first step.
             if number not in numbers or numbers[number] in stored["state"]:
-                known = changed._known_as.get(self._places[number], f"parameter {number}")
+                paths = self._paths[number]
+                known = path_name(paths[0]) if paths else f"parameter {number}"
                 changed._missing[f"{path_name(self._item.path)} of {known}"] = None
-        return {**stored, "state": state, "param_groups": list(_groups(own["param_groups"], groups, numbers))}
+        return {**stored, "state": state, "param_groups": list(self._groups(own["param_groups"], groups, numbers))}
 
-    def _numbers(self, own: list[Any], groups: list[Any], sources: Sequence[StoredDense | None]) -> Mapping[int, Any]:
+    def _numbers(
+        self, own: list[Any], groups: list[Any], sources: Sequence[Sequence[StoredDense]]
+    ) -> Mapping[int, Any]:
         """Return the stored numbers of parameters, by their own. UsageError: nobody can tell."""
-        changed = self._changed
         numbers = [number for group in groups for number in group["params"]]
-        there, given = (
-            [str(name) for group in each for name in group.get("param_names", [])] for each in (groups, own)
+        there, given = names_in(groups), names_in(own)
+        by_name = dict(zip(there, numbers, strict=False))
+        stored = self._changed._parameters.stored(there, given, {each.path for found in sources for each in found})
+        is_same = _sizes(own) == _sizes(groups) and (not there or there == given)
+        are_loaded = all(found for found, paths in zip(sources, self._paths, strict=True) if paths)
+        if stored is not None:
+            number_at = dict(zip(stored, numbers, strict=True))
+        elif is_same and are_loaded:  # Torch goes by numbers, too.
+            number_at = {path: number for paths, number in zip(self._paths, numbers, strict=True) for path in paths}
+        elif len(by_name) == len(numbers) and not by_name.keys().isdisjoint(given) and not self._are_others(sources):
+            number_at = {}
+        else:
+            raise UsageError("its parameters are others, and no names tell which they were", hint=_HINT)
+        found: dict[int, Any] = {}
+        for at, (paths, of) in enumerate(zip(self._paths, sources, strict=True)):
+            heirs = {number_at[source.path] for source in of if source.path in number_at}
+            named = by_name.get(given[at]) if given else None
+            if len(heirs) == 1:
+                found[at] = heirs.pop()
+            elif named in heirs or (named is not None and not (paths and number_at) and (of or not paths)):
+                found[at] = named
+            elif not paths and is_same and not there:
+                found[at] = numbers[at]
+        return found
+
+    def _are_others(self, sources: Sequence[Sequence[StoredDense]]) -> bool:
+        """Return whether a rename, or a filter that exchanges, may have given names to other tensors."""
+        return bool(self._changed._changes.names.new) or any(
+            found and not any(source.path in paths for source in found)
+            for paths, found in zip(self._paths, sources, strict=True)
         )
-        told = [place is not None and place in changed._known_as for place in self._places]
-        are_loaded = all(source is not None for source, is_told in zip(sources, told, strict=True) if is_told)
-        is_same = _sizes(own) == _sizes(groups)
-        if is_same and are_loaded and there == given and not changed._changes.names.new:
-            return dict(enumerate(numbers))
-        there = _bare(there)
-        if len(there) == len(numbers) and len(set(there)) == len(there) and there:
-            paths = changed.paths_of(there, {source.path for source in sources if source is not None})
-            if paths is not None and all(told):
-                number_at = dict(zip(paths, numbers, strict=True))
-                found = {at: number_at.get(each.path) for at, each in enumerate(sources) if each is not None}
-                return {at: number for at, number in found.items() if number is not None}
-            given, by_name = _bare(given), dict(zip(there, numbers, strict=True))
-            is_clear = len(given) == len(self._places) and len(set(given)) == len(given)
-            if is_clear and not changed._changes.names.new and not by_name.keys().isdisjoint(given):
-                pairs = enumerate(zip(given, sources, told, strict=True))
-                return {
-                    at: by_name[name]
-                    for at, (name, source, is_told) in pairs
-                    if name in by_name and (source is not None or not is_told)
-                }
-        if is_same and are_loaded and all(map(changed.may_be, there, sources)):
-            return dict(enumerate(numbers))
-        raise UsageError("its parameters are others, and no names tell which they were", hint=_HINT)
+
+    def _groups(self, own: list[Any], stored: list[Any], numbers: Mapping[int, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the groups of an optimizer, with the options of the stored ones whose parameters they have."""
+        was_in = _Groups([each["params"] for each in stored], numbers.values())
+        for at, group in enumerate(own):
+            was = was_in.same_as([numbers[number] for number in group["params"] if number in numbers])
+            if was != at:
+                self._changed.regrouped.add(id(self._item.owner))
+            options = {} if was is None else {key: value for key, value in stored[was].items() if key != "param_names"}
+            yield {**group, **options, "params": group["params"]}
 
 
-def _place(leaf: InPlace) -> object:
-    """Return where a tensor is; None for one without elements, which is nowhere."""
-    return memory_of(leaf.pieces[0].tensor) if leaf.pieces else None
+class _Groups:
+    """Which stored group had just the same, of what is still there."""
+
+    def __init__(self, stored: Sequence[Collection[Any]], alive: Collection[Any]) -> None:
+        alive = set(alive)
+        self._there = set[Any]().union(*stored)
+        self._found: dict[frozenset[Any], int] = {}
+        for number, group in enumerate(stored):
+            self._found.setdefault(frozenset(alive.intersection(group)), number)
+
+    def same_as(self, group: Collection[Any]) -> int | None:
+        known = frozenset(self._there.intersection(group))
+        return self._found.get(known) if known else None
+
+
+def _used(own: Any, group: Mapping[str, Any]) -> Collection[str]:
+    """Return the slots of a group of an optimizer of tables that its options make use of."""
+    used: Collection[str] = own._slots_used(group) if hasattr(own, "_slots_used") else group["slots"]
+    return used
 
 
 def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def _bare(names: list[str]) -> list[str]:
-    """Return names without those of wrappers, unless two became the same."""
-    found = list(map(bare_name, names))
-    return found if len(set(found)) == len(set(names)) else names
-
-
-def _group_of(known: Collection[Any], groups: Sequence[Collection[Any]], alive: Collection[Any]) -> int | None:
-    """Return which stored group had just these, of those that are still alive; None: they are in other groups now."""
-    alive = set(alive)
-    theirs = [alive.intersection(each) for each in groups]
-    wanted = set(known).intersection(*([set().union(*theirs)] if theirs else []))
-    return next((number for number, each in enumerate(theirs) if wanted and each == wanted), None)
-
-
-def _groups(own: list[Any], stored: list[Any], numbers: Mapping[int, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the groups of an optimizer, with the options of the stored ones whose parameters they have."""
-    for group in own:
-        known = [numbers[number] for number in group["params"] if number in numbers]
-        was = _group_of(known, [each["params"] for each in stored], list(numbers.values()))
-        options = {} if was is None else {key: value for key, value in stored[was].items() if key != "param_names"}
-        yield {**group, **options, "params": group["params"]}
+def _copied(entries: Mapping[Any, Any]) -> Any:
+    """Return the state of a parameter for a second one. What stands for a tensor of its form stays so."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) and any(value.stride()) else value
+        for key, value in entries.items()
+    }
 
 
 def _with_shape(

@@ -16,6 +16,7 @@ import torch
 
 from asyncckpt.errors import UnsupportedError
 from asyncckpt.format.composite import Composite, context_value
+from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import Compose, Path, composites, descend, path_name, rebuild, tensor_paths
 from asyncckpt.model.object_classes import class_names
 from asyncckpt.plan.composite_tensors import parts_of
@@ -47,7 +48,15 @@ class CompositeLoads:
         facts = {path: parts.facts for path, _, parts in targets.composites}
         self._own = {path: facts[path] for path in in_place}
         self._own_names = {path: set(parts.inner) for path, _, parts in targets.composites}
+        loads = [(target, source) for target, source in loads if target is not None]
         self._check_targets(contents, targets, {target.path: source.path for target, source in loads if target})
+        for target, source in loads:
+            inside = target is not None and any(target.path[:end] in self._own for end in range(1, len(target.path)))
+            if target is not None and inside and not _is_same_form(target, source):
+                self.problems.append(
+                    f"{target.name!r} is a part of one tensor, and is neither resized nor cast: it is "
+                    f"{target.dtype} {target.whole_shape}, in the checkpoint {source.dtype} {source.shape}"
+                )
         there = {item.path for item in contents.dense.values()}
         plain = {leaf.path for leaf in targets.in_place}.union(*(item.tensors for item in targets.rebuilt))
         self.problems += [
@@ -119,6 +128,10 @@ class CompositeLoads:
                 rebuild(node, (form_of(dense[at]) for at in tensor_paths(node, path)), iter(()), makers.make)
             except UnsupportedError as error:
                 self.problems.append(f"{path_name(path)!r} cannot be made: {error}")
+
+
+def _is_same_form(target: InPlace, source: StoredDense) -> bool:
+    return target.whole_shape == source.shape and target.dtype is dtype_by_name(source.dtype, owner=source.name).dtype
 
 
 class Makers:

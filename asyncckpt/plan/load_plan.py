@@ -179,8 +179,9 @@ def make_load_plan(
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     loads, checks, objects = [(load.target, load.source) for load in dense], None, tuple[Rebuilt, ...]()
     if targets.rebuilt:
-        columns = {id(item.table): item.columns for item in planned}
-        checks = ObjectChecks(contents, targets, loads, tables=columns, strict=strict, changes=changes)
+        of = {id(item.table): (item.columns, item.name, tuple(answer[item.name])) for item in planned}
+        is_plain = strict and changes is None and filter_func is None
+        checks = ObjectChecks(contents, targets, loads, tables=of, strict=strict, changes=changes, is_plain=is_plain)
         objects = checks.loaded({load.source.path for load in dense if load.is_for_object})
         match.problems += checks.incomplete
         match.of_objects, match.absent = checks.unfit, match.absent | checks.missing

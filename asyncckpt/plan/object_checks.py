@@ -28,10 +28,10 @@ from asyncckpt.format.tree import VALUE, Path, descend, leaves, path_name, rebui
 from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_torchs
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
-from asyncckpt.plan.wrapped_names import bare_name
 
 if TYPE_CHECKING:
-    from asyncckpt.plan.changed_states import Changes
+    from asyncckpt.plan.changed_states import Changes, OfTable
+    from asyncckpt.plan.which_parameter import Parameters
 
 # What torch's own optimizers keep for every element of a parameter.
 _LIKE_PARAMETERS = frozenset(
@@ -48,6 +48,7 @@ _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_in
 
 class ObjectChecks:
     """Which objects are loaded. loads: the tensors of a load, each with its source. tables: see ChangedStates.
+    is_plain: all is loaded under its own name, into what it was saved from.
 
     unfit: what was stored that an object would not take. left: where the load is not strict, those that are not loaded
     for this, and why. incomplete: states of which tensors are left out. missing: what gets nothing. fits: what makes
@@ -60,9 +61,10 @@ class ObjectChecks:
         targets: DenseTargets,
         loads: Sequence[tuple[InPlace | None, StoredDense]],
         *,
-        tables: Mapping[int, frozenset[str]],
+        tables: Mapping[int, OfTable],
         strict: bool,
         changes: Changes | None,
+        is_plain: bool,
     ) -> None:
         self.unfit, self.incomplete = list[str](), list[str]()
         self.left: dict[Path, list[str]] = {}
@@ -70,12 +72,13 @@ class ObjectChecks:
         self.fits: dict[Path, Callable[[Any], Any]] = {}
         self._contents, self._targets, self._loads, self._strict = contents, targets, loads, strict
         self._dense = {item.path: item for item in contents.dense.values()}
+        self._was = {} if changes is None else changes.was
         self._changed = None
-        if not strict or changes is not None:
+        if not is_plain:
             from asyncckpt.plan.changed_states import ChangedStates
 
             self._changed = ChangedStates(
-                contents, targets, loads, tables, changes, strict=strict, missing=self.missing
+                contents, self._parameters, tables, changes, strict=strict, missing=self.missing
             )
 
     def loaded(self, made: Collection[Path]) -> tuple[Rebuilt, ...]:
@@ -106,18 +109,20 @@ class ObjectChecks:
                 continue
             chosen.append(item)
             self.unfit += problems
-        return tuple(item for item in chosen if not self._has_left_optimizer(item))
+        loaded = {id(item.owner) for item in chosen}
+        return tuple(item for item in chosen if self._strict or not self._is_of_another(item, loaded))
 
-    def _has_left_optimizer(self, item: Rebuilt) -> bool:
-        """Leave a schedule as it is whose optimizer stays so: return whether it is one."""
-        optimizer = getattr(item.owner, "optimizer", None) if self.left and not item.is_module else None
-        left = optimizer is not None and any(
-            each.owner is optimizer for each in self._targets.rebuilt if each.path in self.left
-        )
-        if left:
-            name = path_name(item.path)
-            self.left[item.path], self.missing[name] = [f"{name!r} is of an optimizer that stays as it is"], None
-        return left
+    def _is_of_another(self, item: Rebuilt, loaded: Collection[int]) -> bool:
+        """Leave a schedule as it is whose optimizer stays so, or has other groups: return whether it is one."""
+        optimizer = None if item.is_module else getattr(item.owner, "optimizer", None)
+        is_loaded = id(optimizer) in loaded or all(each.owner is not optimizer for each in self._targets.rebuilt)
+        are_same = self._changed is None or id(optimizer) not in self._changed.regrouped
+        if optimizer is None or (is_loaded and are_same):
+            return False
+        name = path_name(item.path)
+        what = "has other groups now" if is_loaded else "stays as it is"
+        self.left[item.path], self.missing[name] = [f"{name!r} is of an optimizer that {what}"], None
+        return True
 
     @property
     def _lists_of_groups(self) -> tuple[str, ...]:
@@ -125,16 +130,10 @@ class ObjectChecks:
         return () if self._changed is None else ("base_lrs", "min_lrs")
 
     @cached_property
-    def _names(self) -> Mapping[object, Sequence[str]]:
-        """The names of parameters in the checkpoint, by the memory that they are loaded into, see `memory_of`. One that
-        is tied has several.
-        """
-        names: dict[object, list[str]] = defaultdict(list)
-        for target, source in self._loads:
-            owner = None if target is None else self._targets.owner_of(target.path)
-            if target is not None and target.pieces and owner is not None and owner.is_module:
-                names[memory_of(target.pieces[0].tensor)].append(path_name(source.path[len(owner.path) :]))
-        return names
+    def _parameters(self) -> Parameters:
+        from asyncckpt.plan.which_parameter import Parameters  # Only where names, or changes, tell which is which.
+
+        return Parameters(self._contents, self._targets, self._loads, self._was)
 
     def problems(self, item: Rebuilt) -> list[str]:
         """Return what is wrong with the state that was stored for an object, as far as it can be known."""
@@ -150,13 +149,17 @@ class ObjectChecks:
                 own._check_state(stored)
                 return []
             if isinstance(own, torch.optim.Optimizer):
-                return [f"{name!r} {what}" for what in self._of_optimizer(own, stored, classes)]
+                return [f"{name!r} {what}" for what in self._of_optimizer(own, stored, classes, item.path in self.fits)]
             if isinstance(own, lr_scheduler.LRScheduler):
                 return [f"{name!r} {what}" for what in _of_scheduler(own, stored, classes, self._lists_of_groups)]
             if own.is_enabled() and not (isinstance(stored, Mapping) and stored.keys() >= _SCALER_KEYS):
                 return [f"{name!r} is a GradScaler, and a disabled one, or none, was saved"]
         except CheckpointError as error:
             return [f"{name!r} does not take its state: {error}"]
+        except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+            return [
+                f"{name!r} does not take its state, which no such object has saved: {type(error).__name__}: {error}"
+            ]
         return []
 
     def _state(self, path: Path) -> Any:
@@ -167,7 +170,9 @@ class ObjectChecks:
         tensors = (form_of(self._dense.get(at)) for at, kind in found.items() if kind is not VALUE)
         return rebuild(node, tensors, (self._contents.values[at] for at, kind in found.items() if kind is VALUE))
 
-    def _of_optimizer(self, own: torch.optim.Optimizer, stored: Any, classes: Collection[str]) -> Iterator[str]:
+    def _of_optimizer(
+        self, own: torch.optim.Optimizer, stored: Any, classes: Collection[str], is_fitted: bool
+    ) -> Iterator[str]:
         if own._optimizer_load_state_dict_pre_hooks:
             return
         groups = stored.get("param_groups") if isinstance(stored, Mapping) else None
@@ -187,27 +192,36 @@ class ObjectChecks:
         if found != sizes:
             yield f"has groups of {sizes} parameters, the checkpoint {found}"
             return
-        yield from self._other_order(own, groups)
+        if not is_fitted:
+            yield from self._other_order(own, groups)
         numbers = [number for group in groups for number in group.get("params", [])]
         parameters = [parameter for group in own.param_groups for parameter in group["params"]]
         yield from _other_shapes(own, dict(zip(numbers, parameters, strict=True)), stored.get("state"))
 
     def _other_order(self, own: torch.optim.Optimizer, groups: list[Any]) -> Iterator[str]:
-        found = [bare_name(str(name)) for group in groups for name in group.get("param_names", [])]
-        known = [
-            [bare_name(name) for name in self._names.get(memory_of(parameter)) or [given]]
-            for group in own.param_groups
-            for parameter, given in zip(
-                group["params"], group.get("param_names", [""] * len(group["params"])), strict=True
-            )
-        ]
-        there = frozenset(found)
-        names = [next((name for name in each if name in there), each[0]) for each in known]
-        if names != found and sorted(names) == sorted(found):
-            number = next(number for number, name in enumerate(names) if name != found[number])
+        """Compare what the stored names of parameters belong to with what these are loaded from."""
+        if not any("param_names" in group for group in groups):
+            return
+        from asyncckpt.plan.which_parameter import names_in
+
+        there, given = names_in(groups), names_in(own.param_groups)
+        paths = [self._parameters.paths(parameter) for group in own.param_groups for parameter in group["params"]]
+        sources = list(map(self._parameters.sources, paths))
+        stored = self._parameters.stored(there, given, {each.path for found in sources for each in found})
+        if stored is not None:
+            pairs = zip(stored, sources, strict=True)
+            other = [at for at, (path, of) in enumerate(pairs) if of and all(path != each.path for each in of)]
+            before = path_name(stored[0])[: -len(there[0])]
+            names = [path_name(found[0].path).removeprefix(before) if found else "" for found in sources]
+        else:
+            other = [at for at, (name, mine) in enumerate(zip(there, given, strict=False)) if name != mine]
+            names = given
+            if sorted(there) != sorted(given):
+                return
+        if other:
             yield (
-                f"has its parameters in another order: number {number} is {names[number]!r}, "
-                f"in the checkpoint {found[number]!r}"
+                f"has its parameters in another order: number {other[0]} is {names[other[0]]!r}, "
+                f"in the checkpoint {there[other[0]]!r}"
             )
 
 

@@ -66,7 +66,7 @@ class Names:
             new, begin = self.name(old), f"{above}." if found else ""
             if not new.startswith(begin) or (key != "" and not new[len(begin) :]):
                 raise UsageError(f"{old!r} cannot become {new!r}", expected=f"a name that begins with {begin!r}")
-            found.append(key if new == f"{begin}{_text(key)}" else new[len(begin) :])
+            found.append(key if new == f"{begin}{_text(key)}" else _like(key, new[len(begin) :]))
         return tuple(found)
 
     def check_used(self, names: Iterable[str]) -> None:
@@ -185,6 +185,12 @@ def _known_by(part: RankPart) -> Iterator[tuple[Any, ...]]:
 
 def _shown(known: tuple[Any, ...]) -> str:
     return str(known[1]) if isinstance(known[0], Role) else path_name(known)
+
+
+def _like(key: Key, text: str) -> Key:
+    """Return a new key: a number where the old one is one."""
+    is_int = isinstance(key, tuple) and key[0] == "int" and text.removeprefix("-").isdecimal()
+    return ("int", int(text)) if is_int else text
 
 
 def _text(key: Any) -> str:

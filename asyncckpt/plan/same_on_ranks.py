@@ -1,7 +1,7 @@
 """Entries of modules that all ranks have alike, each under a name of its own rank: where the names are others now.
 
 A sharded module of TorchRec has counters of its fused optimizers, one set for each kernel of each rank. Another number
-of ranks, or another plan, has other kernels, which count the same. What belongs together is said by the module
+of ranks, or another plan, has other kernels, which count the same. The module knows which belong together
 (`same_on_ranks`); it is taken where all that were stored are equal.
 """
 

@@ -25,12 +25,36 @@ FILTERS = "filters that join tables, or that no load takes, are refused"
 LOWBIT = "tensors of classes of their own are saved by their inner tensors"
 CHANGED = "a restore goes into a model that has changed: names, sizes, tables, parameters, optimizers"
 ROWS = "rows that tables cannot do without are not filtered, and FilterError is exported"
+WHICH = "state of a changed model goes with values: names, ties, filters and schedules that an attack has found"
+TRAINERS = (
+    "loggers, searches, adapters of PEFT, several callbacks, counters and small tables of TorchRec; keyed hashes of ids"
+)
 WORLDS = "scaffolds that tests share are in tests/worlds/, and one test holds the language"
 BUDGET = {
-    "lines of the core": {FIRST: 48_054, ATTACKED: 49, MODULES: 1_076, FILTERS: 7, LOWBIT: 759, CHANGED: 610, ROWS: 18},
-    "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059, LOWBIT: 1, CHANGED: 14},
-    "lines of csrc": {FIRST: 14_508},
-    "lines of tests": {FIRST: 107_253, ATTACKED: 181, MODULES: 42, WORLDS: -354, LOWBIT: 1143, CHANGED: 835, ROWS: 11},
+    "lines of the core": {
+        FIRST: 48_054,
+        ATTACKED: 49,
+        MODULES: 1_076,
+        FILTERS: 7,
+        LOWBIT: 759,
+        CHANGED: 610,
+        ROWS: 18,
+        WHICH: 222,
+        TRAINERS: 62,
+    },
+    "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059, LOWBIT: 1, CHANGED: 14, TRAINERS: 224},
+    "lines of csrc": {FIRST: 14_508, TRAINERS: 38},
+    "lines of tests": {
+        FIRST: 107_253,
+        ATTACKED: 181,
+        MODULES: 42,
+        WORLDS: -354,
+        LOWBIT: 1143,
+        CHANGED: 835,
+        ROWS: 11,
+        WHICH: 338,
+        TRAINERS: 291,
+    },
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2},
 }

@@ -167,7 +167,8 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
     if request.rename or request.resize:
         from asyncckpt.plan.changed_states import Changes
 
-        changes, chain = Changes.apply(request.rename, request.resize, chain)
+        names, state = request.rename, request.state
+        changes, chain = Changes.apply(names, request.resize, chain, request.strict, request.tables, state)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     whole = None if request.whole is None else WholeState(chain, contents, request.whole)
     tables = request.tables if whole is None else whole.tables
