@@ -60,7 +60,8 @@ def check_leaf(tensor: torch.Tensor, name: str, *, kind_alone: bool = False) -> 
             return
         raise UsageError(f"tensor {name!r} is not initialised", found=kind.__name__)
     if tensor.is_meta and not kind_alone:
-        raise UnsupportedError(f"tensor {name!r} is on the meta device and has no data")
+        hint = "module.to_empty(device=...) gives a module memory to load into"
+        raise UnsupportedError(f"tensor {name!r} is on the meta device and has no data", hint=hint)
     if is_transformed(tensor):
         raise UnsupportedError(
             f"tensor {name!r} is one of a transform of torch.func, which has no memory",

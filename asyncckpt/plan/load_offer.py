@@ -138,8 +138,14 @@ class Offer:
         for item in self.absent:  # Of a module, a filter may have renamed or dropped tensors.
             if {leaf.name for leaf in inside[item.path]} <= unfound.keys():
                 missing.append(path_name(item.path))
-        missing += [path_name(path) for path in self.targets.values if path not in self.contents.values]
+        values = [path for path in self.targets.values if path not in self.contents.values]
+        missing += [path_name(path) for path in values if not self._is_beyond(path)]
         return loads, missing
+
+    def _is_beyond(self, path: Path) -> bool:
+        """Return whether a value is in a list that was stored with fewer items: the caller gets that list."""
+        stored = descend(self.contents.tree, path[:-1])
+        return stored is not None and stored[0] in ("list", "tuple") and path[-1] >= ("int", len(stored[1]))
 
     def _there(self, name: str, sources: dict[str, list[str]]) -> dict[str, list[str]]:
         """Return sources that a filter gave to a table, without the offered columns which the checkpoint lacks: that

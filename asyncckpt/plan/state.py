@@ -388,9 +388,9 @@ def _from_numpy(value: np.ndarray[Any, Any] | np.generic, path: tuple[Any, ...])
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"array {_shown(path)} cannot be saved",
+            f"{'array' if isinstance(value, np.ndarray) else 'NumPy scalar'} {_shown(path)} cannot be saved",
             found=Words(array.dtype),
-            expected="a numeric dtype in native byte order",
+            expected="a numeric dtype in native byte order; of text, str(...)",
         ) from error
 
 

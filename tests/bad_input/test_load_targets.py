@@ -469,3 +469,23 @@ def test_saver_options_of_wrong_kind(tmp_path: Path, options: dict[str, Any]) ->
     with pytest.raises(UsageError):
         asyncckpt.Saver(path=tmp_path / "root", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_longer_list_gets_what_was_stored(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"x": [1, 2], "y": {0: 1}})
+    report = asyncckpt.Loader(tmp_path, tensors={"x": [1, 2, 3], "y": {0: 1}}).load()
+    assert (report.missing, {name for name in report.values if name.startswith("x")}) == ((), {"x.0", "x.1"})
+    with pytest.raises(asyncckpt.IncompatibleError, match=r"only in this state .1.: .y.1."):
+        asyncckpt.Loader(tmp_path, tensors={"x": [1, 2], "y": {0: 1, 1: 2}}).load()
+
+
+def test_a_target_without_memory_is_told_how_to_get_some(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"m": torch.nn.Linear(2, 2)})
+    target = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(asyncckpt.UnsupportedError, match=r"'m.weight' is on the meta device.*to_empty"):
+        asyncckpt.Loader(tmp_path, tensors={"m": target}).load()
+
+
+def test_a_text_of_numpy_is_no_array(tmp_path: Path) -> None:
+    with pytest.raises(asyncckpt.UsageError, match=r"NumPy scalar 'x' cannot be saved.*of text, str\(\.\.\.\)"):
+        asyncckpt.save(tmp_path, {"x": np.str_("a")})
