@@ -65,25 +65,25 @@ class Changes:
         The next restore renames once more: then all have their new names, and stay. Where the checkpoint has both, and
         the model too, it is done.
         """
+        by_new = {new: old for old, new in rename.items()}
         for old, new in rename.items():
-            again = next((name for name in rename if _is_at(new, name) and (name != old or new == old)), None)
-            again = again or next((name for name in rename if name != old and _is_at(name, new)), None)
-            if again is not None:
+            above = [*_begins([new]) & rename.keys() - ({old} if new != old else set())]
+            above += [name for name in _begins([old]) & by_new.keys() if by_new[name] != old]
+            if above:
                 hint = "the next restore would rename it once more; a filter_func, for one restore, can exchange names"
-                what = "it" if again == new else repr(again)
-                raise UsageError(f"rename gives the name {new!r}, and takes {what} away", hint=hint)
+                raise UsageError(f"rename gives names that it takes away: {old!r} -> {new!r}", found=above, hint=hint)
         tensors = {path_name(path) for part in chain.newest.parts for path, _ in leaves(part.tree)}
         tables = {facts.name for part in chain.newest.parts for facts in part.tables}
-        there = tensors | tables
-        unknown = [
-            old for old, new in rename.items() if not any(_is_at(name, old) or _is_at(name, new) for name in there)
-        ]
-        if unknown and strict:
-            raise UsageError("rename has unknown names", found=sorted(unknown), expected=sorted(there)[:16])
-        chosen: dict[str, str] = {}
+        below: dict[str, list[str]] = defaultdict(list)
+        for name in tensors | tables:
+            for begin in _begins([name]):
+                below[begin].append(name)
+        if strict and (unknown := [old for old, new in rename.items() if not (below.get(old) or below.get(new))]):
+            raise UsageError("rename has unknown names", found=sorted(unknown), expected=sorted(tensors | tables)[:16])
+        chosen, own = dict[str, str](), set[str]()
         for old, new in rename.items():
             # What is below the new name already has been renamed, where something was put around it.
-            left = [name for name in there if _is_at(name, old) and not (len(new) > len(old) and _is_at(name, new))]
+            left = [name for name in below.get(old, ()) if not (len(new) > len(old) and _is_at(name, new))]
             both = [
                 (name, called)
                 for name in left
@@ -92,7 +92,9 @@ class Changes:
             ]
             if not both:
                 chosen |= {old: new} if left else {}
-            elif not {name for pair in both for name in pair} <= _own_names(own_tables, own_state):
+                continue
+            own = own or {*own_tables, *(path_name(path) for path, _ in leaves(flatten(own_state).tree))}
+            if not {name for pair in both for name in pair} <= own:
                 what = f"rename gives {both[0][0]!r} the name {both[0][1]!r}, and the checkpoint has both"
                 hint = "leave out what is renamed already; of what is not, a filter_func loads one of both"
                 raise UsageError(what, hint=hint)
@@ -115,10 +117,6 @@ class Changes:
 def _is_at(name: str, begin: str) -> bool:
     """Return whether a name is this one, or one below it."""
     return name == begin or name.startswith(f"{begin}.")
-
-
-def _own_names(tables: Collection[str], state: Mapping[str, Any]) -> set[str]:
-    return {*tables, *(path_name(path) for path, _ in leaves(flatten(state).tree))}
 
 
 def _begins(names: Collection[str]) -> set[str]:
@@ -288,29 +286,40 @@ class _OfTorch:
         """Return the stored numbers of parameters, by their own. UsageError: nobody can tell."""
         numbers = [number for group in groups for number in group["params"]]
         there, given = names_in(groups), names_in(own)
+        if len(set(there)) < len(there) or len(set(given)) < len(given):
+            there = given = []
         by_name = dict(zip(there, numbers, strict=False))
-        stored = self._changed._parameters.stored(there, given, {each.path for found in sources for each in found})
-        is_same = _sizes(own) == _sizes(groups) and (not there or there == given)
+        stored = self._changed._parameters.stored(there, given, self._paths)
+        is_same = _sizes(own) == _sizes(groups) and (not (there and given) or there == given)
         are_loaded = all(found for found, paths in zip(sources, self._paths, strict=True) if paths)
         if stored is not None:
             number_at = dict(zip(stored, numbers, strict=True))
-        elif is_same and are_loaded:  # Torch goes by numbers, too.
+        elif is_same and are_loaded and (given or self._may_be(there, sources)):  # Torch goes by numbers, too.
             number_at = {path: number for paths, number in zip(self._paths, numbers, strict=True) for path in paths}
-        elif len(by_name) == len(numbers) and not by_name.keys().isdisjoint(given) and not self._are_others(sources):
+        elif not by_name.keys().isdisjoint(given) and not self._are_others(sources):
             number_at = {}
         else:
             raise UsageError("its parameters are others, and no names tell which they were", hint=_HINT)
         found: dict[int, Any] = {}
         for at, (paths, of) in enumerate(zip(self._paths, sources, strict=True)):
             heirs = {number_at[source.path] for source in of if source.path in number_at}
+            if not heirs:
+                tied = [path for source in of for path in self._changed._parameters.tied(source)]
+                heirs = {number_at[path] for path in tied if path in number_at}
             named = by_name.get(given[at]) if given else None
             if len(heirs) == 1:
                 found[at] = heirs.pop()
             elif named in heirs or (named is not None and not (paths and number_at) and (of or not paths)):
                 found[at] = named
-            elif not paths and is_same and not there:
+            elif not paths and is_same:
                 found[at] = numbers[at]
         return found
+
+    def _may_be(self, names: Sequence[str], sources: Sequence[Sequence[StoredDense]]) -> bool:
+        """Return whether no stored name contradicts what the parameter of its number is loaded from."""
+        may_be = self._changed._parameters.may_be
+        pairs = zip(names, sources, strict=False)
+        return all(not found or any(may_be(name, each) for each in found) for name, found in pairs)
 
     def _are_others(self, sources: Sequence[Sequence[StoredDense]]) -> bool:
         """Return whether a rename, or a filter that exchanges, may have given names to other tensors."""

@@ -207,7 +207,7 @@ class ObjectChecks:
         there, given = names_in(groups), names_in(own.param_groups)
         paths = [self._parameters.paths(parameter) for group in own.param_groups for parameter in group["params"]]
         sources = list(map(self._parameters.sources, paths))
-        stored = self._parameters.stored(there, given, {each.path for found in sources for each in found})
+        stored = self._parameters.stored(there, given, paths)
         if stored is not None:
             pairs = zip(stored, sources, strict=True)
             other = [at for at, (path, of) in enumerate(pairs) if of and all(path != each.path for each in of)]

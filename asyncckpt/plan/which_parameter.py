@@ -6,8 +6,9 @@ alone (`param_names`): as the program gave them, of one module or of one around 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -73,40 +74,63 @@ class Parameters:
     def sources(self, paths: Iterable[Path]) -> list[StoredDense]:
         return [self._sources[path] for path in paths if path in self._sources]
 
-    def stored(self, names: Sequence[str], own: Sequence[str], among: Collection[Path]) -> Sequence[Path] | None:
-        """Return the stored tensors that names of parameters belong to, by their paths now; None: nobody can tell.
+    def stored(self, names: Sequence[str], own: Sequence[str], at: Sequence[Sequence[Path]]) -> Sequence[Path] | None:
+        """Return the stored tensors that names of parameters belong to, by their paths now; None: they do not tell.
 
-        own: the names of the parameters here. among: decides where names would belong to several modules: tensors that
-        these parameters are loaded from.
+        own, at: the names of the parameters here, and their paths. Names are believed if those here are ends of these
+        paths, all after one beginning, and the stored ones lead to what begins so; or if they lead to just the tensors
+        that the parameters here are loaded from. (Those of a slice of a list are numbered from 0 again.)
         """
         if not names or len(set(names)) < len(names):
             return None
+        of = [[source.path for source in self.sources(paths)] for paths in at]
+        sources = set(itertools.chain.from_iterable(of))
+        told = [(name, paths) for name, paths in zip(own, at, strict=False) if paths]
         for cut in range(min(name.count(".") for name in names) + 1):
             begin = "".join(f"{part}." for part in names[0].split(".")[:cut])
-            if not all(name.startswith(begin) for name in names) or (
-                cut and not (own and all(name.startswith(begin) for name in own))
-            ):
-                return None  # What is around the modules of the checkpoint has another name now, or none that is known.
-            found = list(self._candidates([name[len(begin) :] for name in names]))
+            if not all(name.startswith(begin) for name in names):
+                return None
+            rest, here = [name[len(begin) :] for name in names], _beginnings(told, begin)
+            for before in here:
+                if all(before + name in self._stored for name in rest):
+                    return [self._stored[before + name] for name in rest]
+            found = [
+                paths
+                for paths in self._candidates(rest)
+                if (sources.issuperset(paths) and all(map(set(paths).intersection, of)))
+                or any(all(path_name(path).startswith(before) for path in paths) for before in here)
+            ]
             if len(found) > 1:
-                among = set(among)
-                found = [each for each in found if not among.isdisjoint(each)]
+                found = [paths for paths in found if not sources.isdisjoint(paths)]
             if found:
                 return found[0] if len(found) == 1 else None
         return None
 
-    def _candidates(self, names: list[str]) -> Iterator[list[Path]]:
-        """Yield the stored tensors of these names, for each beginning that all of them may have had."""
-        seen: list[list[Path]] = []
-        for before in self._beginnings.get(names[0].rpartition(".")[2], ()):
-            if not f".{before}".endswith(f".{names[0]}"):
-                continue
-            before = before[: len(before) - len(names[0])]
-            if all(before + name in self._stored for name in names):
-                paths = [self._stored[before + name] for name in names]
-                if paths not in seen:
-                    seen.append(paths)
-                    yield paths
+    def tied(self, source: StoredDense) -> Sequence[Path]:
+        """Return the paths of what was stored as one tensor with a source."""
+        return self._of_blocks[source.blocks] if source.blocks else ()
+
+    @cached_property
+    def _of_blocks(self) -> Mapping[tuple[int, ...], list[Path]]:
+        found: dict[tuple[int, ...], list[Path]] = defaultdict(list)
+        for item in self._contents.dense.values():
+            found[item.blocks].append(item.path)
+        return found
+
+    def _candidates(self, names: list[str]) -> Collection[tuple[Path, ...]]:
+        """Return the stored tensors of these names, for each beginning that all of them may have had."""
+        found: dict[tuple[Path, ...], None] = {}
+        for before in self._by_last_part.get(names[0].rpartition(".")[2], ()):
+            if f".{before}".endswith(f".{names[0]}"):
+                before = before[: len(before) - len(names[0])]
+                if all(before + name in self._stored for name in names):
+                    found[tuple(self._stored[before + name] for name in names)] = None
+        return found
+
+    def may_be(self, name: str, source: StoredDense) -> bool:
+        """Return whether a name may be that of a stored tensor: one of both ends as the other."""
+        stored = f".{bare_name(path_name(self._was.get(source.path, source.path)))}"
+        return stored.endswith(f".{name}") or f".{name}".endswith(stored)
 
     @cached_property
     def _stored(self) -> Mapping[str, Path]:
@@ -119,12 +143,25 @@ class Parameters:
         return found | dict(paths)
 
     @cached_property
-    def _beginnings(self) -> Mapping[str, list[str]]:
+    def _by_last_part(self) -> Mapping[str, list[str]]:
         """The names of stored tensors by their last parts."""
         found: dict[str, list[str]] = defaultdict(list)
         for name in self._stored:
             found[name.rpartition(".")[2]].append(name)
         return found
+
+
+def _beginnings(told: Sequence[tuple[str, Sequence[Path]]], begin: str) -> set[str]:
+    """Return what stands before names of parameters, without this beginning of them, in the paths of all of these."""
+    found: set[str] | None = None
+    for name, paths in told:
+        end = name[len(begin) :]
+        if not name.startswith(begin):
+            return set()
+        texts = [bare_name(path_name(path)) for path in paths] + [path_name(path) for path in paths]
+        before = {text[: len(text) - len(end)] for text in texts if f".{text}".endswith(f".{end}")}
+        found = before if found is None else found & before
+    return found or set()
 
 
 def names_in(groups: Iterable[Mapping[str, Any]]) -> list[str]:
