@@ -156,13 +156,8 @@ class CheckpointMixin:
 
     def export_pretrained(self, folder: str | os.PathLike[str], step: int | str | None = None) -> int:
         """Make a folder for `from_pretrained` of a saved step ("best", a number, None: the newest); return the step."""
-        return export_pretrained(
-            self.checkpoint_dir,
-            folder,
-            step=step,
-            model_class=type(base_of(self.model)),
-            tokenizer=self.processing_class,
-        )
+        kind, tokenizer = type(base_of(self.model)), self.processing_class
+        return export_pretrained(self.checkpoint_dir, folder, step=step, model_class=kind, tokenizer=tokenizer)
 
     # What the loop of transformers calls.
 
