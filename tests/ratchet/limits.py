@@ -53,7 +53,7 @@ BUDGET = {
         CHANGED: 835,
         ROWS: 11,
         WHICH: 374,
-        TRAINERS: 338,
+        TRAINERS: 335,
     },
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2},
