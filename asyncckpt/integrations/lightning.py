@@ -189,9 +189,8 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
             noted.callbacks, noted.next_begun, noted.is_followed = states, True, False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (
-            self._checkpointer is not None and trainer.global_step != self._last_step
-        ):  # Else in the middle of accumulated gradients.
+        # The same step again is in the middle of accumulated gradients.
+        if self._checkpointer is not None and trainer.global_step != self._last_step:
             self._note(trainer)
             if not (self._validates(trainer) and self.monitor is not None):
                 self._tell(save=self._every is not None and trainer.global_step % self._every == 0)

@@ -260,9 +260,8 @@ class _OfTorch:
         is_lbfgs = isinstance(self._item.owner, torch.optim.LBFGS)  # It has one state for all of them.
         if (is_lbfgs or not self._is_whole) and (was != shapes or not is_same):
             raise UsageError("its parameters have changed, and its state can only be taken as a whole")
-        state: dict[Any, Any] = {
-            key: value for key, value in stored["state"].items() if type(key) is str
-        }  # Of none of them.
+        # What is under a text is of no parameter.
+        state: dict[Any, Any] = {key: value for key, value in stored["state"].items() if type(key) is str}
         named, taken = [group for group in own["param_groups"] for _ in group["params"]], set[Any]()
         for number, (before, shape) in enumerate(zip(was, shapes, strict=True)):
             entries = stored["state"].get(numbers.get(number))
