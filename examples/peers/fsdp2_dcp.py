@@ -54,4 +54,6 @@ if pending is not None:  # checkpoint
     pending.result()  # checkpoint
 if dist.get_rank() == 0:
     print(f"loss {loss.item()!r}")
+# The group's threads end here: one that lets go of a tensor while the interpreter ends makes torch abort.
+del group
 dist.destroy_process_group()
