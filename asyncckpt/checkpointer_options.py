@@ -6,11 +6,16 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
+
 from asyncckpt.arguments import check_type
 from asyncckpt.errors import UsageError, nearest
+from asyncckpt.format.values import encode_value
+from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import Table
 from asyncckpt.modules.named_parts import BARE, named_parts
-from asyncckpt.plan.state import may_be_state
+from asyncckpt.plan.state import has_state
 from asyncckpt.saver import Saver
 
 # Parameters of a Saver that are no options, and what to do instead.
@@ -37,16 +42,27 @@ def parts_of(state: Mapping[str, Any]) -> tuple[dict[str, Table], dict[str, Any]
         example = "Checkpointer('ckpt', every=500, model=model, optimizer=optimizer)"
         raise UsageError("no state was given", hint=f"name what to save: {example}")
     for name, value in state.items():
-        if name in OPTIONS and (isinstance(value, BARE) or not may_be_state(value)):
+        if name in OPTIONS and (isinstance(value, BARE) or not _may_be_state(value)):
             what = f"{name!r} is an argument of Saver, not a part of the state"
             shown = repr(value) if isinstance(value, BARE) else "..."
             raise UsageError(what, hint=f"pass options={{{name!r}: {shown}}}")
     tables, tensors = named_parts(state)
     for name, value in tensors.items():
-        if not may_be_state(value):
+        if not _may_be_state(value):
             hint = "arguments of Saver go into options={...}"
             raise UsageError(f"{name!r} cannot be saved", found=type(value), hint=hint)
     return tables, tensors
+
+
+def _may_be_state(value: Any) -> bool:
+    """Return whether a value by itself may be saved; what is in it is not looked at."""
+    if isinstance(value, (torch.Tensor, Sharded, np.ndarray, np.generic, Mapping, list, tuple)) or has_state(value):
+        return True
+    try:
+        encode_value(value, owner="value")
+    except UsageError:
+        return False
+    return True
 
 
 def checked_restoring(restoring: Mapping[str, Any] | None) -> dict[str, Any]:

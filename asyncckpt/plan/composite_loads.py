@@ -3,26 +3,45 @@
 One that is not there yet, in the state of an optimizer that has not stepped, is made by a class of the process: that of
 another composite of the same facts in this state, or one that the process itself has told torch to be safe
 (torch.serialization.add_safe_globals). It is made on trial before anything is filled. A name in a file is only
-compared.
+compared. Sparse and quantized tensors (layouts.py), of which the inner ones may have any size, get new ones instead.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from asyncckpt.errors import UnsupportedError
+from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format.composite import Composite, context_value
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import Compose, Path, composites, descend, path_name, rebuild, tensor_paths
 from asyncckpt.model.object_classes import class_names
+from asyncckpt.model.sharded import Piece
+from asyncckpt.plan import layouts
 from asyncckpt.plan.composite_tensors import parts_of
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt, is_extra_state
 from asyncckpt.plan.object_checks import form_of
+
+
+def with_new_inner_tensors(targets: DenseTargets, contents: Contents) -> DenseTargets:
+    """Return targets with new inner tensors of what is renewed, of the form in which they were stored."""
+    stored = {item.path: item for item in contents.dense.values()}
+    renewed = {path for path, _, parts in targets.composites if parts.facts.is_renewed}
+
+    def renewed_leaf(leaf: InPlace) -> InPlace:
+        own, source = leaf.pieces[0].tensor if leaf.pieces else None, stored.get(leaf.path)
+        if own is None or source is None or leaf.path[:-1] not in renewed:
+            return leaf
+        same = leaf.whole_shape == source.shape
+        made = torch.empty_like(own) if same else own.new_empty(source.shape)
+        return replace(leaf, whole_shape=source.shape, pieces=(Piece(made, (0,) * made.dim()),))
+
+    return replace(targets, in_place=tuple(map(renewed_leaf, targets.in_place)))
 
 
 class CompositeLoads:
@@ -40,6 +59,8 @@ class CompositeLoads:
     ) -> None:
         self.problems: list[str] = []
         self.compose: dict[Path, Compose] = {}
+        self._renewed: list[tuple[Path, torch.Tensor, Composite]] = []
+        self._loaded: dict[Path, InPlace] = {}
         nodes = dict(composites(contents.tree))
         self._stored = {path: Composite.of(node[3]) for path, node in nodes.items()}
         self._names = {path: set(node[1]) for path, node in nodes.items()}
@@ -49,6 +70,7 @@ class CompositeLoads:
         self._own = {path: facts[path] for path in in_place}
         self._own_names = {path: set(parts.inner) for path, _, parts in targets.composites}
         loads = [(target, source) for target, source in loads if target is not None]
+        self._loaded = {target.path: target for target, _ in loads if target is not None}
         self._check_targets(contents, targets, {target.path: source.path for target, source in loads if target})
         for target, source in loads:
             inside = target is not None and any(target.path[:end] in self._own for end in range(1, len(target.path)))
@@ -80,6 +102,7 @@ class CompositeLoads:
                         at = source[: end - len(leaf.path)] if is_same else ()  # Of no composite.
                     parts[leaf.path[:end]].append(at)
         there = {item.path for item in contents.dense.values()}
+        own = {path: tensor for path, tensor, _ in targets.composites}
         for path, facts in self._own.items():
             name, found = path_name(path), list(dict.fromkeys(parts.get(path, [path])))
             stored = self._stored.get(found[0] or ())
@@ -89,6 +112,9 @@ class CompositeLoads:
                 stored = self._stored.get(path)
                 if stored is not None and stored.kind != facts.kind:
                     self.problems.append(f"{name!r} is a {facts.class_name}, a {stored.class_name} in the checkpoint")
+            elif len(found) > 1 and path in self._stored and self._stored[path].kind != facts.kind:
+                stored = self._stored[path]
+                self.problems.append(f"{name!r} is a {facts.class_name}, a {stored.class_name} in the checkpoint")
             elif len(found) > 1 or stored is None:
                 self.problems.append(f"{name!r} is one tensor, and its parts would not be loaded from those of one")
             else:
@@ -99,6 +125,17 @@ class CompositeLoads:
                 if differences:
                     told = "; ".join(differences)
                     self.problems.append(f"{name!r} is another tensor than in the checkpoint: {told}")
+                elif facts.is_renewed:
+                    self._renewed.append((path, own[path], stored))
+
+    def renew(self) -> None:
+        """Give sparse and quantized tensors the inner ones that were loaded. CorruptError."""
+        for path, own, facts in self._renewed:
+            inner = {at[-1]: leaf.pieces[0].tensor for at, leaf in self._loaded.items() if at[:-1] == path}
+            try:
+                layouts.renew(own, facts, inner)
+            except (UnsupportedError, RuntimeError) as error:
+                raise CorruptError(f"{path_name(path)!r} cannot be made of what was stored: {error}") from error
 
     def _add_makers(self, item: Rebuilt, contents: Contents) -> None:
         """Try to make each composite of which an object gets a new one: in its state, of a module in extra states."""
@@ -125,7 +162,7 @@ class CompositeLoads:
                 self.problems.append(f"{path_name(path)!r} is incomplete: {path_name(left_out[0])!r} was not stored")
                 continue
             try:
-                rebuild(node, (form_of(dense[at]) for at in tensor_paths(node, path)), iter(()), makers.make)
+                rebuild(node, (form_of(dense[at]) for at in tensor_paths(node, path)), iter(()), makers.try_out)
             except UnsupportedError as error:
                 self.problems.append(f"{path_name(path)!r} cannot be made: {error}")
 
@@ -160,9 +197,15 @@ class Makers:
             )
         return same[0], context_value(facts.context)
 
+    def try_out(self, text: str, inner: Mapping[str, Any]) -> Any:
+        """Make one of inner tensors of these forms alone, of which layouts of torch cannot be made."""
+        return inner if layouts.makes(Composite.of(text)) else self.make(text, inner)
+
     def make(self, text: str, inner: Mapping[str, Any]) -> Any:
         """Return a composite of these facts and inner tensors. UnsupportedError: nobody here makes one."""
         facts = Composite.of(text)
+        if layouts.makes(facts):
+            return layouts.made_of(facts, inner)
         kind, context = self._found(facts)
         assert facts.shape is not None
         unflatten: Any = kind.__tensor_unflatten__  # type: ignore[attr-defined]

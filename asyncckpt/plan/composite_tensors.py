@@ -1,7 +1,7 @@
 """Composites: tensors of a class of its own whose values are in other tensors (format/composite.py).
 
 A save takes one apart by the protocol of torch, `__tensor_flatten__`, and stores the inner tensors as any others. The
-outer one is never touched: detach(), views and copies of it may change what it is.
+outer one is never touched: detach(), views and copies of it may change what it is. Layouts of torch: see layouts.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from asyncckpt.errors import CorruptError, UnsupportedError, Words
 from asyncckpt.format.composite import INNER_TENSORS_MAX, Composite, encode_context
 from asyncckpt.format.tree import Node, Path
 from asyncckpt.format.values import COMPOSITE
+from asyncckpt.plan import layouts
 from asyncckpt.plan.state import STATE_DEPTH_MAX, FlatState, node_of, stored_key, too_deep
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -30,10 +31,12 @@ def is_composite(value: Any) -> bool:
     Not DTensor, which is spread, nor what a collective has yet to fill (AsyncCollectiveTensor).
     """
     kind = type(value)
+    if not isinstance(value, torch.Tensor):
+        return False
+    if kind.__torch_dispatch__ is _PLAIN_DISPATCH:
+        return bool(layouts.kind_of(value))
     return (
-        isinstance(value, torch.Tensor)
-        and kind.__torch_dispatch__ is not _PLAIN_DISPATCH
-        and hasattr(kind, "__tensor_flatten__")
+        hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
         and not hasattr(kind, "device_mesh")
         and not hasattr(kind, "trigger_wait")
@@ -71,6 +74,11 @@ def flatten_composite(
 
 def parts_of(tensor: torch.Tensor, name: str) -> Parts:
     """Take a composite apart. UnsupportedError for one whose class does not keep to the protocol."""
+    if kind := layouts.kind_of(tensor):
+        inner, context = layouts.parts_of(tensor, kind)
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), None if kind == "nested" else tuple(tensor.shape)
+        facts = Composite(kind, "torch", dtype, shape, None, encode_context(context, owner=f"tensor {name!r}"))
+        return Parts(inner, context, facts, facts.text())
     try:
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         names = list(names)

@@ -74,6 +74,10 @@ def check_leaf(tensor: torch.Tensor, name: str, *, kind_alone: bool = False) -> 
             hint="save what it is made of, such as DTensor.to_local()",
         )
     if tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_nested:
+        from asyncckpt.plan.layouts import kind_of
+
+        if kind_alone and kind_of(tensor):
+            return
         found = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise UnsupportedError(
             f"tensor {name!r} has a layout that cannot be saved", found=found, hint="save its parts as dense tensors"

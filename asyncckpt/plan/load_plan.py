@@ -15,9 +15,9 @@ import torch
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import check_encoding
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import Compose, Path, kinds_in
+from asyncckpt.format.tree import Path, kinds_in
 from asyncckpt.format.values import COMPOSITE
-from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.block import BlockSpec, overlap
 from asyncckpt.model.table import ID_COLUMN, Column, Role, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
 from asyncckpt.plan.contents import Contents, StoredDense
@@ -28,7 +28,6 @@ from asyncckpt.plan.load_targets import (
     ObjectLeaves,
     Rebuilt,
     can_be_cast,
-    overlap,
     overlapping_runs,
     owner_of,
 )
@@ -39,6 +38,7 @@ from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
 if TYPE_CHECKING:
     from asyncckpt.plan.changed_states import Changes
+    from asyncckpt.plan.composite_loads import CompositeLoads
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class TableLoadPlan:
 @dataclass(frozen=True)
 class LoadPlan:
     """All that is loaded. metadata: of modules and `state_dicts`. not_given: see loaded_modules.py. apart: targets that
-    overlap, see overlapping_targets.py. compose: makes composites of the states of objects, by the paths of these.
+    overlap, see overlapping_targets.py. composites: what is done with these, where there are any.
     fits: what makes the states of objects fit, by the paths of these. left: objects that are not loaded, and why.
     is_empty: nothing of what the targets ask for.
     """
@@ -103,7 +103,7 @@ class LoadPlan:
     not_given: Mapping[Path, Collection[str]] = field(default_factory=dict)
     state_dicts: tuple[Rebuilt, ...] = ()
     apart: tuple[Apart, ...] = ()
-    compose: Mapping[Path, Compose] = field(default_factory=dict)
+    composites: CompositeLoads | None = None
     fits: Mapping[Path, Callable[[Any], Any]] = field(default_factory=dict)
     left: Mapping[Path, Sequence[str]] = field(default_factory=dict)
     is_empty: bool = False
@@ -163,7 +163,7 @@ def make_load_plan(
         raise_unreadable(contents.unreadable, chain.step)
     if changes is not None:
         changes.check_known([*tables, *(leaf.name for leaf in targets.in_place)])
-    targets = targets.with_extra_states_of(contents)
+    targets = targets.with_forms_of(contents)
     offer = Offer.of(contents, targets, tables)
     answer, missing = offer.settled(offer.filtered(filter_func), strict=strict)
     match = _Match(chain, contents, targets, strict, cast, is_part, changes)
@@ -189,13 +189,12 @@ def make_load_plan(
             dense = [
                 load for load in dense if not load.is_for_object or owner_of(load.source.path, checks.left) is None
             ]
-    compose: Mapping[Path, Compose] = {}
+    composites = None
     if targets.composites or COMPOSITE in kinds_in(contents.tree):
         from asyncckpt.plan.composite_loads import CompositeLoads  # Few states hold any.
 
         composites = CompositeLoads(contents, targets, objects, loads)
         match.problems += composites.problems
-        compose = composites.compose
     modules = None
     if targets.state_dicts or any(item.is_module for item in objects):
         modules = ModuleSources(objects, answer, contents, targets)
@@ -230,7 +229,7 @@ def make_load_plan(
         unexpected=tuple(unexpected),
         info=answer,
         apart=apart,
-        compose=compose,
+        composites=composites,
         fits={} if checks is None else checks.fits,
         left={} if checks is None else checks.left,
         is_empty=not (chosen or planned or objects or contents.values.keys() & targets.values)

@@ -57,31 +57,6 @@ _ADDRESSED = ("cpu", "cuda")  # Addresses on other devices mean nothing here.
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """The elements that two boxes share: where they begin in either, and how many they are in every dimension."""
-
-    first_begin: tuple[int, ...]
-    second_begin: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def overlap(
-    begin: Sequence[int], shape: Sequence[int], other_begin: Sequence[int], other_shape: Sequence[int]
-) -> Overlap | None:
-    """Return what the box of `shape` at `begin` shares with another one; None: nothing. Both are of one tensor."""
-    firsts, seconds, sizes = [], [], []
-    for low, size, other_low, other_size in zip(begin, shape, other_begin, other_shape, strict=True):
-        first = max(low, other_low)
-        count = min(low + size, other_low + other_size) - first
-        if count <= 0:
-            return None
-        firsts.append(first - low)
-        seconds.append(first - other_low)
-        sizes.append(count)
-    return Overlap(first_begin=tuple(firsts), second_begin=tuple(seconds), shape=tuple(sizes))
-
-
-@dataclass(frozen=True)
 class InPlace:
     """A dense leaf that is overwritten: the boxes of it that are here. One that is not spread is one box, all of it."""
 
@@ -163,8 +138,14 @@ class DenseTargets:
             return None
         return path[:end]
 
-    def with_extra_states_of(self, contents: Contents) -> DenseTargets:
-        """Return targets without tensors of extra states that were stored in another form: set_extra_state takes it."""
+    def with_forms_of(self, contents: Contents) -> DenseTargets:
+        """Return targets without tensors of extra states that were stored in another form: set_extra_state takes it.
+        The inner tensors of what is renewed (composite_loads.py) are new ones of the form that was stored.
+        """
+        if any(parts.facts.is_renewed for _, _, parts in self.composites):
+            from asyncckpt.plan.composite_loads import with_new_inner_tensors
+
+            self = with_new_inner_tensors(self, contents)
         if not self.has_modules:
             return self
         stored = {item.path: item for item in contents.dense.values()}
@@ -186,8 +167,8 @@ def dense_targets(
 
     parts: further objects by their paths, which load what is there. There may be nothing yet.
     """
-    composites: list[OfComposite] = []
-    flat = flatten(state, composites=composites)
+    flat = flatten(state, for_load=True)
+    composites = flat.composites or []
     _check_lasting(flat)
     owners = _rebuilt(flat, state)
     owners |= {path: Rebuilt(path=path, owner=part, tree=descend(flat.tree, path) or VALUE) for path, part in parts}

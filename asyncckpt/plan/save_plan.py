@@ -167,6 +167,7 @@ class PlanCache:
         is_same = kept is not None and key == kept.key and flat.has_tree(kept.plan.tree)
         self.is_kept = is_same and kept is not None and (by_tree or kept.plan.fits(flat.held))
         if kept is None or not self.is_kept:
+            self.tree = None  # If this state is refused, the next one is walked through as a new one.
             if self._ranks_count == 1:
                 check_all_here(flat)
             plan = self._make(flat, cuts, choice[0], choice[1], by_peers, shares, classes)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from operator import eq, is_
+from operator import attrgetter, eq, is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,7 @@ _PYTHONS = frozenset((dict, OrderedDict, Counter, defaultdict))
 _KEY_TYPES = (int, bool, float, type(None))
 _NUMBERS = frozenset((bool, int, float, type(None)))  # Any of them can be stored.
 _TEXT, _INT = frozenset((str,)), frozenset((int,))
+_layout, _DENSE = attrgetter("layout", "is_nested", "is_quantized"), frozenset(((torch.strided, False, False),))
 
 
 @dataclass
@@ -54,8 +55,8 @@ class FlatState:
     what their own state dicts call each name (wrapped_names.py). given: the tensors in mappings of other kinds than
     Python's, which may make them at each look: (path of the mapping, it, key, tensor). asked: objects and their states
     in this save. live: see held_still. is_spelled: the tree has what may equal something else: 0.0 and -0.0, a fact of
-    True and one of 1. composites: see flatten. Holds the user's tensors: keep it no longer than the
-    capture takes.
+    True and one of 1. composites: those of the state, where a load asks for them. plain: types of tensors
+    that are not looked into. Holds the user's tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -72,6 +73,7 @@ class FlatState:
     live: Sequence[torch.Tensor] | None = None
     is_spelled: bool = False
     composites: Composites | None = None
+    plain: Collection[type | None] = PLAIN_TENSORS
 
     def encoded_values(self) -> tuple[Json, ...]:
         """Return the values as the manifest has them."""
@@ -139,11 +141,15 @@ def _named(item: Any, index: int) -> tuple[str | None, Any]:
     return (name if isinstance(name, str) and name else str(index)), item
 
 
-def flatten(state: Mapping[str, Any], like: Node | None = None, composites: Composites | None = None) -> FlatState:
-    """Flatten a named state. UsageError naming the key path for what cannot be saved. like: an earlier tree of it.
-    composites: gets those of the state."""
-    flat = FlatState(composites=composites)
+def flatten(state: Mapping[str, Any], like: Node | None = None, *, for_load: bool = False) -> FlatState:
+    """Flatten a named state. UsageError naming the key path for what cannot be saved. like: an earlier tree of it."""
+    flat = FlatState(composites=[] if for_load else None)
     flat.tree = _container(state, flat, (), [], like, kind="dict")
+    with torch._C.DisableTorchFunctionSubclass():
+        is_dense = flat.tree is like or _DENSE.issuperset(map(_layout, flat.tensors))
+    if not is_dense:  # Sparse, quantized and nested ones are taken apart (layouts.py).
+        flat = FlatState(composites=[] if for_load else None, plain=())
+        flat.tree = _container(state, flat, (), [], like, kind="dict")
     if not _TEXT.issuperset(map(type, flat.tree[1])):
         found = next(key[1] for key in flat.tree[1] if not isinstance(key, str))
         raise UsageError("a top-level name is not a string", found=found)
@@ -167,7 +173,9 @@ def node_of(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[in
     if type(value) is dict:
         return _container(value, flat, path, parents, like)
     if isinstance(value, (torch.Tensor, Sharded)):
-        if hasattr(value, "__tensor_flatten__") and not hasattr(value, "device_mesh"):  # No DTensor.
+        if (hasattr(value, "__tensor_flatten__") or not flat.plain) and not hasattr(
+            value, "device_mesh"
+        ):  # No DTensor.
             from asyncckpt.plan.composite_tensors import flatten_composite, is_composite  # Few states hold any.
 
             if isinstance(value, torch.Tensor) and is_composite(value):
@@ -183,7 +191,7 @@ def node_of(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[in
         flat.originals[len(flat.tensors)] = value
         flat.tensors.append(_from_numpy(value, path))
         return SCALAR if isinstance(value, np.generic) else ARRAY
-    if (isinstance(value, (Mapping, list, tuple)) and type(value) is not torch.Size) or _has_state(value):
+    if (isinstance(value, (Mapping, list, tuple)) and type(value) is not torch.Size) or has_state(value):
         return _container(value, flat, path, parents, like)
     _value(value, flat, path)
     return VALUE
@@ -295,14 +303,14 @@ def _mapping(
     if type(value) not in _PYTHONS:
         pairs = zip(names, values, strict=True)
         flat.given += [(path, value, name, child) for name, child in pairs if isinstance(child, torch.Tensor)]
-    if PLAIN_TENSORS.issuperset(map(type, values)):  # By far the most frequent: no path, no loop.
+    if flat.plain and PLAIN_TENSORS.issuperset(map(type, values)):  # By far the most frequent: no path, no loop.
         flat.tensors += values
         children: Sequence[Node] = (TENSOR,) * len(values)
     else:
         children = []
         below = repeat(None, len(names)) if like is None else like[2]
         for key, child, old in zip(names, values, below, strict=True):
-            if type(child) in PLAIN_TENSORS:
+            if type(child) in flat.plain:
                 flat.tensors.append(child)
                 children.append(TENSOR)
             elif old is not None and type(child) is dict and _has_tensors_of(child, old, flat):
@@ -334,7 +342,7 @@ def _has_tensors_of(value: dict[Any, Any], like: Node, flat: FlatState) -> bool:
     if like[0] != "dict" or len(like) != 3:
         return False
     own, keys = value.copy(), like[1]  # Nobody else changes this one.
-    if len(own) != len(keys) or like[2].count(TENSOR) != len(keys):
+    if len(own) != len(keys) or like[2].count(TENSOR) != len(keys) or not flat.plain:
         return False
     # Of keys that are equal, but not the same, the types may differ.
     if not all(map(is_, own, keys)) or not PLAIN_TENSORS.issuperset(map(type, own.values())):
@@ -365,18 +373,7 @@ def stored_key(key: Any, path: tuple[Any, ...]) -> Key:
     return (type(key).__name__, key)
 
 
-def may_be_state(value: Any) -> bool:
-    """Return whether a value by itself may be saved; what is in it is not looked at."""
-    if isinstance(value, (torch.Tensor, Sharded, np.ndarray, np.generic, Mapping, list, tuple)) or _has_state(value):
-        return True
-    try:
-        encode_value(value, owner="value")
-    except UsageError:
-        return False
-    return True
-
-
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
 

@@ -32,13 +32,12 @@ from asyncckpt.devices.fetch import to_host
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name, is_stored_as
 from asyncckpt.format.tree import Path
-from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.block import BlockSpec, overlap
 from asyncckpt.model.enough_memory import enough_memory, raise_lack_of_memory
 from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
 from asyncckpt.native import core
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan, TableLoadPlan
-from asyncckpt.plan.load_targets import overlap
 from asyncckpt.snapshot.boxes import BoxCopy, WholeScatter, queue_box_parts
 from asyncckpt.snapshot.layer_rows import LayerRows, read_layers
 from asyncckpt.snapshot.windows import BlockReader, RowScatter, Scatter, goes_up, is_on_host, scatter_all

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import UsageError
+from asyncckpt.model.block import overlap
 from asyncckpt.model.sharded import Piece
-from asyncckpt.plan.load_targets import overlap
 
 Shape = tuple[int, ...]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import IncompatibleError, NotFoundError
+from asyncckpt.model.block import overlap
 from asyncckpt.model.sharded import Piece, Sharded
-from asyncckpt.plan.load_targets import overlap
 from asyncckpt.strategies.backend import OBJECTS, TENSORS
 from asyncckpt.strategies.boxes import clipped, pieces_of
 from asyncckpt.strategies.mapping import (

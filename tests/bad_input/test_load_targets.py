@@ -179,7 +179,7 @@ BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "overlapping": (lambda: torch.zeros(8).as_strided((3, 4), (2, 1)), UsageError, "'w' has overlapping elements"),
     "read-only array": (lambda: read_only(np.zeros((3, 4), np.float32)), UsageError, "'w' is a read-only array"),
     "negative strides": (lambda: np.zeros((3, 4), np.float32)[::-1], UsageError, "'w' has negative strides"),
-    "sparse": (lambda: torch.zeros(3, 4).to_sparse(), UnsupportedError, "'w' has a layout"),
+    "mkldnn": (lambda: torch.zeros(3, 4).to_mkldnn(), UnsupportedError, "'w' has a layout"),
     "freed": (freed, UsageError, "'w' has a freed or shrunk storage"),
     "inference": (inference, UsageError, "'w' is an inference tensor"),
     "no load_state_dict": (Readable, UsageError, "'w' has state_dict.. but no load_state_dict"),

@@ -193,12 +193,14 @@ def with_a_buffer(value: torch.Tensor) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("where", ["tensor", "module", "list"])
-@pytest.mark.parametrize("kind", ["hidden", "sparse", "quantized"])
+@pytest.mark.parametrize("kind", ["hidden", "mkldnn", "of half a byte"])
 def test_what_no_save_takes_is_told_when_the_saver_is_made(tmp_path: Path, kind: str, where: str) -> None:
     made: dict[str, Callable[[], torch.Tensor]] = {
         "hidden": Hidden,
-        "sparse": lambda: torch.eye(3).to_sparse(),
-        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "mkldnn": lambda: torch.eye(3).to_mkldnn(),
+        "of half a byte": lambda: torch.quantize_per_channel(
+            torch.ones(4, 4), torch.ones(4), torch.zeros(4), 0, torch.quint4x2
+        ),
     }
     value = made[kind]()
     state = {"tensor": value, "module": with_a_buffer(value), "list": [{"a": (value,)}]}[where]
@@ -208,7 +210,7 @@ def test_what_no_save_takes_is_told_when_the_saver_is_made(tmp_path: Path, kind:
 
 
 def test_what_a_hook_hides_is_no_problem(tmp_path: Path) -> None:
-    module = with_a_buffer(torch.eye(3).to_sparse())
+    module = with_a_buffer(torch.eye(3).to_mkldnn())
 
     def hide(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
         del state[f"{prefix}0.odd"]

@@ -29,10 +29,10 @@ from asyncckpt.engine.inspect.stored_values import (
 from asyncckpt.engine.inspect.table_rows import TableRows
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.model.block import overlap
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64, core
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_targets import overlap
 
 
 @dataclass(frozen=True)

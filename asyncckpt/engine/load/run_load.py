@@ -298,6 +298,8 @@ def fill(
             if before_fill is not None:
                 before_fill()
             rebuilt |= restore(plan, reader, clear=clear, opened=opened)
+            if plan.composites is not None:
+                plan.composites.renew()
         if on_read is not None and not on_read():
             raise SaveCancelledError("the load was cancelled")
     except BaseException:
@@ -335,17 +337,18 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
         plain = {path: tensor for path, tensor in rebuilt.items() if type(tensor) is torch.Tensor}
         rebuilt = {**rebuilt, **shared_again(plain, contents.shared)}
     for item in plan.objects:
+        compose = None if plan.composites is None else plan.composites.compose.get(item.path)
         if item.is_module:
-            state = _module_state(item, rebuilt, contents, plan)
+            state = _module_state(item, rebuilt, contents, plan.metadata.get(item.path), compose)
         else:
-            state = _stored(item.path, rebuilt, contents, plan.compose.get(item.path))
+            state = _stored(item.path, rebuilt, contents, compose)
             state = plan.fits[item.path](state) if item.path in plan.fits else state
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
                 not_given = [item.wrapped.get(key, key) for key in plan.not_given.get(item.path, ())]
                 load = partial(load_object, item.owner, as_stored=as_stored, not_given=not_given)
-                if plan.compose:
+                if plan.composites is not None and plan.composites.compose:
                     from asyncckpt.engine.load.load_composites import load_with_composites  # Few states hold any.
 
                     load_with_composites(item, state, load)
@@ -360,25 +363,21 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
             ) from error
 
 
-def _module_state(item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents, plan: LoadPlan) -> Any:
-    """Return the state dict of a module with its own tensors, but its extra states as they were stored: a module that
-    is new has others, and none of what came in training.
-    """
+def _module_state(
+    item: Rebuilt, rebuilt: Mapping[LeafPath, Any], contents: Contents, metadata: Any, compose: Any
+) -> Any:
+    """Return the state dict of a module with its own tensors, and extra states as stored: a new one has others."""
     values = [contents.values.get(path, own) for path, own in item.values.items()]
     own_tensors = (rebuilt.get(path, own) for path, own in item.tensors.items())
     state = rebuild(item.tree, own_tensors, iter(values))
     state.update({path[-1]: tensor for path, (tensor, _) in item.composites.items() if path[:-1] == item.path})
-    metadata = plan.metadata.get(item.path)
     if metadata is not None:
         state = with_metadata(state, metadata)
     for key in filter(is_extra_state, state):
         path = (*item.path, key)
         node = descend(contents.tree, path)
-        paths = [] if node is None else tensor_paths(node, path)
-        found = [at for at in paths if at in rebuilt or at in item.tensors]
-        if node is not None and found == paths:
-            tensors = {at: rebuilt[at] if at in rebuilt else item.tensors[at] for at in paths}
-            state[key] = _stored(path, tensors, contents, plan.compose.get(item.path))
+        if node is not None and all(at in rebuilt or at in item.tensors for at in tensor_paths(node, path)):
+            state[key] = _stored(path, {**item.tensors, **rebuilt}, contents, compose)
     return with_wrapped_names(item.owner, state, item.wrapped)
 
 

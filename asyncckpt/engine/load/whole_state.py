@@ -25,8 +25,10 @@ from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import (
     TENSOR,
     VALUE,
+    Compose,
     Node,
     Path,
+    kinds_in,
     leaf_of,
     leaves,
     mapping_node,
@@ -35,7 +37,7 @@ from asyncckpt.format.tree import (
     rebuild,
     unique_names,
 )
-from asyncckpt.format.values import MAPPINGS
+from asyncckpt.format.values import COMPOSITE, MAPPINGS
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.sharing import SharedView
 from asyncckpt.model.table import ID_COLUMN, Column, TableCut, TableSchema
@@ -104,7 +106,12 @@ class WholeState:
             table.warn_of_part()
         leaves = shared_again(self._made, self._shared)
         filled = iter([leaf_of(node, leaves[path]) for path, node in self._kinds.items()])
-        state: dict[str, Any] = rebuild(self._node, filled, iter(self._values))
+        compose: list[Compose] = []
+        if COMPOSITE in kinds_in(self._node):
+            from asyncckpt.plan.layouts import composed  # Few states hold any.
+
+            compose = [composed]
+        state: dict[str, Any] = rebuild(self._node, filled, iter(self._values), *compose)
         state |= dict(zip(self._renamed, filled, strict=True))
         return state | {name: table.columns() for name, table in self.tables.items()}
 
@@ -167,9 +174,9 @@ def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path)
             for key, child in zip(node[1], node[2], strict=True)
             if len(child) > 1 or child is VALUE or (*path, key) in stored
         ]
-        return mapping_node(
-            node[0], [key for key, _ in pairs], [child for _, child in pairs], metadata=module_metadata(node)
-        )
+        keys, below = [key for key, _ in pairs], [child for _, child in pairs]
+        made = mapping_node(node[0], keys, below, metadata=module_metadata(node))
+        return (*made, node[3]) if node[0] == COMPOSITE and len(pairs) == len(node[1]) else made
     children = (_without_dropped(child, stored, (*path, ("int", index))) for index, child in enumerate(node[1]))
     return (node[0], tuple(children))
 

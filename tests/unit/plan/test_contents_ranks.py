@@ -19,11 +19,11 @@ from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_pat
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Node
 from asyncckpt.format.write_manifest import encode_manifest, encode_part, render_body
-from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
+from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts, overlap
 from asyncckpt.model.table import Column, OwnsIds, Role, TableSchema
 from asyncckpt.plan.contents import contents_of, joined_tree
 from asyncckpt.plan.load_plan import make_load_plan
-from asyncckpt.plan.load_targets import DenseTargets, overlap
+from asyncckpt.plan.load_targets import DenseTargets
 
 pytestmark = pytest.mark.any_core
 HEADER_BYTES = 4096

@@ -19,13 +19,13 @@ from asyncckpt.format import manifest
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.encodings import encode
 from asyncckpt.format.manifest import BlockFacts
-from asyncckpt.model.block import BlockSpec, PlacedBlock
+from asyncckpt.model.block import BlockSpec, PlacedBlock, overlap
 from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import Role
 from asyncckpt.native import TwinCore, core, twin
 from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan
-from asyncckpt.plan.load_targets import InPlace, overlap
+from asyncckpt.plan.load_targets import InPlace
 from asyncckpt.snapshot import boxes, windows
 from asyncckpt.snapshot.restore import OpenLoads, restore, uploads_of_load
 from tests.worlds.bits import raw_of, taken

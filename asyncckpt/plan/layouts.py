@@ -1,0 +1,113 @@
+"""Tensors of torch's own whose values are in other tensors: sparse, quantized and nested ones, as composites.
+
+kind          inner tensors                                      context
+sparse_coo    indices, values                                    whether it is coalesced
+sparse_csr    crow_indices, col_indices, values; so sparse_bsr   None
+sparse_csc    ccol_indices, row_indices, values; so sparse_bsc   None
+quantized     int_repr                                           (scale, zero point)
+quantized     int_repr, scales, zero_points                      the axis of channels
+nested        values, one after the other                        the sizes of its parts; a target has the same ones
+
+The inner tensors are over the memory of the outer one. A load gives it new ones, for how many there are may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import CorruptError, UnsupportedError
+from asyncckpt.format.composite import Composite, context_value
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+_LAYOUTS = {layout: str(layout).removeprefix("torch.") for layout in (torch.sparse_coo, *_COMPRESSED)}
+_WHOLE_NUMBERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return of which of these kinds a tensor is; "": of none."""
+    if type(tensor).__torch_dispatch__ is not _PLAIN:
+        return ""
+    if tensor.is_nested:
+        return "nested" if tensor.is_contiguous() else ""
+    if tensor.is_quantized:
+        return "quantized" if tensor.dtype in _WHOLE_NUMBERS else ""
+    return "" if tensor.layout is torch.strided else _LAYOUTS.get(tensor.layout, "")
+
+
+def parts_of(tensor: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the inner tensors of one of these by their names, and its context."""
+    tensor = tensor.detach()
+    if kind == "nested":
+        return {"values": tensor.values()}, tensor._nested_tensor_size().tolist()
+    if kind == "quantized":
+        numbers = torch.empty(0, dtype=_WHOLE_NUMBERS[tensor.dtype], device=tensor.device)
+        numbers.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return {"int_repr": numbers}, (tensor.q_scale(), tensor.q_zero_point())
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return {"int_repr": numbers, "scales": scales, "zero_points": zero_points}, tensor.q_per_channel_axis()
+    if kind == "sparse_coo":
+        return {"indices": tensor._indices(), "values": tensor._values()}, tensor.is_coalesced()
+    return {name: getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]}, None
+
+
+def makes(facts: Composite) -> bool:
+    """Return whether these are facts of such a tensor."""
+    return facts.module == "torch" and (facts.is_renewed or facts.kind == "nested")
+
+
+def made_of(facts: Composite, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Make one of these. UnsupportedError for inner tensors that make none of these facts."""
+    try:
+        made = _made_of(facts.kind, inner, context_value(facts.context), facts.shape or ())
+    except (CorruptError, IndexError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UnsupportedError(f"its inner tensors make no {facts.class_name}: {error}") from error
+    if str(made.dtype) != f"torch.{facts.dtype}" or (facts.shape is not None and facts.shape != tuple(made.shape)):
+        raise UnsupportedError(f"its inner tensors make another {facts.class_name}", found=made.dtype)
+    return made
+
+
+def composed(text: str, inner: dict[str, Any]) -> Any:
+    """Return what is made of stored facts and inner tensors: these themselves, if it is of another kind."""
+    facts = Composite.of(text)
+    return made_of(facts, inner) if makes(facts) else inner
+
+
+def renew(tensor: torch.Tensor, facts: Composite, inner: Mapping[str, torch.Tensor]) -> None:
+    """Give a tensor these inner tensors. UnsupportedError for such as make none."""
+    made = made_of(facts, inner)
+    if made.layout in _COMPRESSED:  # It takes no others by `data`, without a word.
+        tensor.resize_as_sparse_(made).copy_(made)
+    else:
+        tensor.data = made
+
+
+def _made_of(kind: str, inner: Mapping[str, torch.Tensor], context: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    if kind == "nested":
+        return _nested(inner["values"], context)
+    if kind == "quantized":
+        numbers = inner["int_repr"]
+        if len(inner) == 1:
+            return torch._make_per_tensor_quantized_tensor(numbers, *context)
+        return torch._make_per_channel_quantized_tensor(numbers, inner["scales"], inner["zero_points"], context)
+    if kind == "sparse_coo":
+        own = inner["indices"], inner["values"]
+        return torch.sparse_coo_tensor(*own, shape, is_coalesced=context, check_invariants=True)
+    layout, names = next((layout, names) for layout, names in _COMPRESSED.items() if _LAYOUTS[layout] == kind)
+    outer, plain, values = (inner[name] for name in names)
+    return torch.sparse_compressed_tensor(outer, plain, values, shape, layout=layout, check_invariants=True)
+
+
+def _nested(values: torch.Tensor, sizes: list[list[int]]) -> torch.Tensor:
+    shapes = [torch.Size(size) for size in sizes]
+    parts = torch.split(values, [shape.numel() for shape in shapes])
+    return torch.nested.as_nested_tensor([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
