@@ -10,6 +10,8 @@ a mapping of its inner tensors by their names, with a text of these facts, the s
                            {"enum": [class, name]}
                            {"record": [class, [[field, value], ...]]}    a dataclass or a named tuple
                            {"opaque": class}                             anything else, which cannot be compared
+    rows               of one that is spread over ranks (plan/spread_composites.py): names of inner tensors that are cut
+                       with its rows
 
 Of module "torch" are its own layouts: sparse_coo, sparse_csr and so on, quantized, nested (plan/layouts.py).
 """
@@ -24,7 +26,7 @@ from typing import Any
 
 from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.strict_json import Fields, Json, dumps
+from asyncckpt.format.strict_json import Fields, Json, dumps, shown
 from asyncckpt.format.values import decode_value, encode_value
 
 CONTEXT_BYTES_MAX = 64 << 10
@@ -37,7 +39,9 @@ _OF_TARGETS = {'"device"': {"device", "NoneType"}, '"requires_grad"': {"bool"}}
 
 @dataclasses.dataclass(frozen=True)
 class Composite:
-    """See the module. shape, strides: None of a jagged tensor, of which some are symbols."""
+    """See the module. shape, strides: None of a jagged tensor, of which some are symbols. rows: None of one that is not
+    spread over ranks.
+    """
 
     kind: str
     module: str
@@ -45,12 +49,14 @@ class Composite:
     shape: tuple[int, ...] | None
     strides: tuple[int, ...] | None
     context: Json
+    rows: tuple[str, ...] | None = None
 
     def text(self) -> str:
         """Return the facts as the node of a tree has them."""
         found = {"class": self.kind, "module": self.module, "dtype": self.dtype, "context": self.context}
         numbers = {"shape": self.shape, "strides": self.strides}
         found |= {name: None if item is None else list(item) for name, item in numbers.items()}
+        found |= {} if self.rows is None else {"rows": list(self.rows)}
         return json.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True)
 
     @staticmethod
@@ -77,7 +83,10 @@ class Composite:
             if own != theirs:
                 yield f"its {what} is {own}, the checkpoint's {theirs}"
         if self.kind == stored.kind and not self.is_renewed:
-            yield from _differences(self.context, stored.context, "context")
+            own, theirs = self.context, stored.context
+            if (self.rows is None) != (stored.rows is None):
+                own, theirs = (of_any_shard(each.context) for each in (self, stored))
+            yield from _differences(own, theirs, "context")
 
 
 def decode_composite(value: Json, *, owner: str) -> Composite:
@@ -90,7 +99,11 @@ def decode_composite(value: Json, *, owner: str) -> Composite:
     context = fields.value("context")
     if len(dumps(context)) > CONTEXT_BYTES_MAX or not _is_well_formed(context):
         raise CorruptError(f"{owner} has a context that is too large, nested too deeply or of no known form")
-    return Composite(fields.text("class"), fields.text("module"), fields.text("dtype"), shape, strides, context)
+    rows = fields.members.get("rows")
+    if rows is not None and (type(rows) is not list or not all(type(name) is str for name in rows)):
+        raise CorruptError(f"{owner} names no inner tensors that are cut", found=shown(rows))
+    names = None if rows is None else tuple(rows)
+    return Composite(fields.text("class"), fields.text("module"), fields.text("dtype"), shape, strides, context, names)
 
 
 def _is_well_formed(value: Json) -> bool:
@@ -164,6 +177,21 @@ def _name_of(value: Any) -> str:
     return type(value).__qualname__ + ("" if " at 0x" in shown or shown.startswith("<") else f" {shown}")
 
 
+def of_any_shard(context: Json) -> Json:
+    """Return a context without its whole numbers, which may be those of a shard: its shape, how many blocks it has."""
+    if type(context) is int:
+        return {"opaque": "a number of a shard"}
+    if type(context) is list:
+        return [of_any_shard(item) for item in context]
+    if type(context) is dict and context.keys() <= {"tuple", "size", "dict", "record"}:
+        ((tag, body),) = context.items()
+        if tag in ("tuple", "size"):
+            return {tag: of_any_shard(body)}
+        pairs = [[key, of_any_shard(item)] for key, item in (body if tag == "dict" else body[1])]
+        return {tag: pairs if tag == "dict" else [body[0], pairs]}
+    return context
+
+
 def context_value(context: Json) -> Any:
     """Return a context that holds plain values alone; UnsupportedError for any other, CorruptError."""
     left = [context]
@@ -171,7 +199,8 @@ def context_value(context: Json) -> Any:
         item = left.pop()
         if type(item) is dict:
             if not _TAGS.isdisjoint(item):
-                raise UnsupportedError("its context holds objects", found=next(iter(item.values())))
+                what, hint = "its context holds objects", "make its state first, by a step with gradients of zero"
+                raise UnsupportedError(what, found=next(iter(item.values())), hint=hint)
             left += item.values()
         elif type(item) is list:
             left += item

@@ -18,6 +18,7 @@ import torch
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format.composite import Composite, context_value
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Compose, Path, composites, descend, path_name, rebuild, tensor_paths
 from asyncckpt.model.object_classes import class_names
 from asyncckpt.model.sharded import Piece
@@ -26,22 +27,29 @@ from asyncckpt.plan.composite_tensors import parts_of
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt, is_extra_state
 from asyncckpt.plan.object_checks import form_of
+from asyncckpt.plan.sharded_leaves import local_tensor
+from asyncckpt.plan.spread_composites import FreshInner, fill_live, in_stored_form, local_inner, made_like
 
 
-def with_new_inner_tensors(targets: DenseTargets, contents: Contents) -> DenseTargets:
-    """Return targets with new inner tensors of what is renewed, of the form in which they were stored."""
+def with_stored_forms(targets: DenseTargets, contents: Contents) -> DenseTargets:
+    """Return targets with inner tensors of the form in which they were stored: new ones of what is renewed."""
     stored = {item.path: item for item in contents.dense.values()}
-    renewed = {path for path, _, parts in targets.composites if parts.facts.is_renewed}
+    facts = {path: parts.facts for path, _, parts in targets.composites}
+    stored_facts = {path: Composite.of(node[3]) for path, node in composites(contents.tree)}
 
-    def renewed_leaf(leaf: InPlace) -> InPlace:
-        own, source = leaf.pieces[0].tensor if leaf.pieces else None, stored.get(leaf.path)
-        if own is None or source is None or leaf.path[:-1] not in renewed:
+    def in_form(leaf: InPlace) -> InPlace:
+        own, source, at = leaf.pieces[0].tensor if leaf.pieces else None, stored.get(leaf.path), leaf.path[:-1]
+        if own is None or source is None or at not in facts or at not in stored_facts:
+            return leaf
+        if facts[at].rows is not None or stored_facts[at].rows is not None:
+            return in_stored_form(leaf, facts[at], stored_facts[at], source)
+        if not facts[at].is_renewed:
             return leaf
         same = leaf.whole_shape == source.shape
         made = torch.empty_like(own) if same else own.new_empty(source.shape)
         return replace(leaf, whole_shape=source.shape, pieces=(Piece(made, (0,) * made.dim()),))
 
-    return replace(targets, in_place=tuple(map(renewed_leaf, targets.in_place)))
+    return replace(targets, in_place=tuple(map(in_form, targets.in_place)))
 
 
 class CompositeLoads:
@@ -52,6 +60,7 @@ class CompositeLoads:
 
     def __init__(
         self,
+        chain: Chain,
         contents: Contents,
         targets: DenseTargets,
         objects: Iterable[Rebuilt],
@@ -69,6 +78,7 @@ class CompositeLoads:
         facts = {path: parts.facts for path, _, parts in targets.composites}
         self._own = {path: facts[path] for path in in_place}
         self._own_names = {path: set(parts.inner) for path, _, parts in targets.composites}
+        self._check_each(chain, targets, loads)
         loads = [(target, source) for target, source in loads if target is not None]
         self._loaded = {target.path: target for target, _ in loads if target is not None}
         self._check_targets(contents, targets, {target.path: source.path for target, source in loads if target})
@@ -128,6 +138,27 @@ class CompositeLoads:
                 elif facts.is_renewed:
                     self._renewed.append((path, own[path], stored))
 
+    def _check_each(
+        self, chain: Chain, targets: DenseTargets, loads: Iterable[tuple[InPlace | None, StoredDense]]
+    ) -> None:
+        """Compare inner tensors of which every rank has had its own, where there are more or fewer ranks now."""
+        counts = {
+            (*path, name): 0 if parts.facts.rows is None else item.whole_shape[0]
+            for path, _, parts in targets.composites
+            for name, item in parts.inner.items()
+        }
+        for target, source in loads:
+            facts = self._stored.get(source.path[:-1])
+            if facts is None or facts.rows is None or source.path[-1] in facts.rows:
+                continue
+            now = 0 if target is None else counts.get(target.path, target.whole_shape[0])
+            blocks = [chain.blocks[number] for number in source.blocks]
+            is_each = all(block.placed.spec.shape[0] == 1 for block in blocks)
+            if now != source.shape[0] and not (is_each and len({block.digest for block in blocks}) == 1):
+                self.problems.append(
+                    f"{source.name!r} differs from rank to rank in the checkpoint: load it with {source.shape[0]} ranks"
+                )
+
     def renew(self) -> None:
         """Give sparse and quantized tensors the inner ones that were loaded. CorruptError."""
         for path, own, facts in self._renewed:
@@ -156,6 +187,8 @@ class CompositeLoads:
                 if differences := list(parts.facts.differences(facts)):
                     self.problems.append(f"{path_name(path)!r} is another tensor than stored: {'; '.join(differences)}")
                     continue
+                if parts.facts.rows is not None:
+                    continue  # It is filled in place.
             node = descend(contents.tree, path)
             assert node is not None
             if left_out := [at for at in tensor_paths(node, path) if at not in dense]:
@@ -176,6 +209,7 @@ class Makers:
 
     def __init__(self, item: Rebuilt) -> None:
         self._known = {parts.text: (type(own), parts.context) for own, parts in item.composites.values()}
+        self._spread = [(own, parts) for own, parts in item.composites.values() if parts.facts.rows is not None]
 
     def _found(self, facts: Composite) -> tuple[type, Any]:
         """Return the class and the context to make one of. UnsupportedError: there is none."""
@@ -206,11 +240,19 @@ class Makers:
         facts = Composite.of(text)
         if layouts.makes(facts):
             return layouts.made_of(facts, inner)
+        for own, parts in self._spread:
+            if any(item is inner.get(name) for name, item in parts.inner.items()):
+                fill_live(parts, inner)
+                return own
         kind, context = self._found(facts)
         assert facts.shape is not None
         unflatten: Any = kind.__tensor_unflatten__  # type: ignore[attr-defined]
+        parameter = next((item.parameter for item in inner.values() if isinstance(item, FreshInner)), None)
+        like = torch.empty(facts.shape, device="meta") if parameter is None else local_tensor(parameter)
         try:
-            made = unflatten(dict(inner), context, torch.Size(facts.shape), facts.strides)
+            own_inner = local_inner(facts, inner)
+            made = unflatten(own_inner, context, torch.Size(like.shape), tuple(like.stride()))
+            made = made if parameter is None else made_like(parameter, made)
         except Exception as error:
             raise UnsupportedError(f"{facts.class_name} does not take what was stored: {error}") from error
         if differences := list(parts_of(made, facts.class_name).facts.differences(facts)):

@@ -26,28 +26,32 @@ _known: dict[object, tuple[Composite, str]] = {}
 
 
 def is_composite(value: Any) -> bool:
-    """Return whether a tensor is of a class that says what it is made of.
+    """Return whether a tensor is of a class that says what it is made of, or a DTensor over one that does.
 
-    Not DTensor, which is spread, nor what a collective has yet to fill (AsyncCollectiveTensor).
+    Not what a collective has yet to fill (AsyncCollectiveTensor).
     """
     kind = type(value)
     if not isinstance(value, torch.Tensor):
         return False
     if kind.__torch_dispatch__ is _PLAIN_DISPATCH:
         return bool(layouts.kind_of(value))
+    if hasattr(kind, "device_mesh"):
+        return is_composite(getattr(value, "_local_tensor", None))
     return (
         hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
-        and not hasattr(kind, "device_mesh")
         and not hasattr(kind, "trigger_wait")
     )
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a composite is made of: its inner tensors by name, its context as it says it, and what is stored of it."""
+    """What a composite is made of: its inner tensors by name, its context as it says it, and what is stored of it.
 
-    inner: Mapping[str, torch.Tensor]
+    The inner tensors of one that is spread are Sharded.
+    """
+
+    inner: Mapping[str, Any]
     context: Any
     facts: Composite
     text: str
@@ -74,6 +78,10 @@ def flatten_composite(
 
 def parts_of(tensor: torch.Tensor, name: str) -> Parts:
     """Take a composite apart. UnsupportedError for one whose class does not keep to the protocol."""
+    if hasattr(type(tensor), "device_mesh"):
+        from asyncckpt.plan.spread_composites import spread_parts
+
+        return spread_parts(tensor, name)
     if kind := layouts.kind_of(tensor):
         inner, context = layouts.parts_of(tensor, kind)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), None if kind == "nested" else tuple(tensor.shape)
@@ -136,6 +144,8 @@ def on_device(tensor: Any, device: torch.device) -> Any:
     """Return a composite with its inner tensors on a device; itself if they are there. Others are moved as usual."""
     if not is_composite(tensor):
         return tensor.to(device)
+    if hasattr(tensor, "device_mesh"):  # It is where its mesh is.
+        return tensor
     parts = parts_of(tensor, type(tensor).__qualname__)
     moved = {name: on_device(inner, device) for name, inner in parts.inner.items()}
     if all(moved[name] is inner for name, inner in parts.inner.items()):

@@ -193,7 +193,7 @@ def make_load_plan(
     if targets.composites or COMPOSITE in kinds_in(contents.tree):
         from asyncckpt.plan.composite_loads import CompositeLoads  # Few states hold any.
 
-        composites = CompositeLoads(contents, targets, objects, loads)
+        composites = CompositeLoads(chain, contents, targets, objects, loads)
         match.problems += composites.problems
     modules = None
     if targets.state_dicts or any(item.is_module for item in objects):
@@ -265,7 +265,7 @@ class _Match:
         self._chain, self._contents, self._targets, self._strict, self._cast = chain, contents, targets, strict, cast
         self._changes = changes
         objects = (item for item in targets.rebuilt if not item.is_module)
-        self._builders = {item.path: ObjectLeaves(item, contents.values) for item in objects}
+        self._builders = {item.path: ObjectLeaves(item, contents) for item in objects}
 
     def dense(self, name: str, target: InPlace | None, sources: dict[str, list[str]]) -> Iterator[DenseLoad]:
         """Return the load of a tensor; target None: for the state dict of an object."""

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
+from asyncckpt.format.composite import Composite
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings.numbers import FLOATS, INTEGERS
 from asyncckpt.format.tree import (
@@ -45,6 +46,7 @@ from asyncckpt.format.values import COMPOSITE, MAPPINGS
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.leaf_memory import check_leaf, overlaps_itself, span
+from asyncckpt.plan.module_state import PLAIN_TENSORS
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.state import FlatState, flatten
 from asyncckpt.plan.wrapped_names import outer_prefix
@@ -140,12 +142,12 @@ class DenseTargets:
 
     def with_forms_of(self, contents: Contents) -> DenseTargets:
         """Return targets without tensors of extra states that were stored in another form: set_extra_state takes it.
-        The inner tensors of what is renewed (composite_loads.py) are new ones of the form that was stored.
+        Inner tensors of composites have the form that was stored.
         """
-        if any(parts.facts.is_renewed for _, _, parts in self.composites):
-            from asyncckpt.plan.composite_loads import with_new_inner_tensors
+        if self.composites:
+            from asyncckpt.plan.composite_loads import with_stored_forms
 
-            self = with_new_inner_tensors(self, contents)
+            self = with_stored_forms(self, contents)
         if not self.has_modules:
             return self
         stored = {item.path: item for item in contents.dense.values()}
@@ -325,9 +327,10 @@ def writable_tensor(name: str, leaf: Any) -> torch.Tensor:
 class ObjectLeaves:
     """Answers for one object, whose state was stored with these values."""
 
-    def __init__(self, item: Rebuilt, values: Mapping[Path, Any]) -> None:
+    def __init__(self, item: Rebuilt, contents: Contents) -> None:
         self.item = item
-        self._parameters = dict(_parameters(item, values))
+        self._tree = contents.tree
+        self._parameters = dict(_parameters(item, contents.values))
 
     def find(self, stored: StoredDense) -> tuple[InPlace | None, Any]:
         """Return the boxes to fill of the spread tensor that a stored one becomes, and it; Nones: a new whole one."""
@@ -338,11 +341,23 @@ class ObjectLeaves:
             if (target.whole_shape, target.dtype) == (stored.shape, dtype):
                 return target, own
         below = stored.path[len(self.item.path) :]
-        parameter = self._parameters.get(below[1]) if len(below) == 3 and below[0] == "state" else None
-        if parameter is None or tuple(parameter.shape) != stored.shape:
+        parameter = self._parameters.get(below[1]) if len(below) in (3, 4) and below[0] == "state" else None
+        if parameter is not None and len(below) == 4:
+            node = descend(self._tree, stored.path[:-1])
+            if node is not None and node[0] == COMPOSITE and (own is None or _is_spread(own)):
+                from asyncckpt.plan.spread_composites import fresh_inner
+
+                fresh = fresh_inner(parameter, Composite.of(node[3]), stored, is_needed=own is None)
+                return (None, None) if fresh is None else (writable(stored.name, stored.path, fresh), fresh)
+        if parameter is None or len(below) == 4 or tuple(parameter.shape) != stored.shape:
             return None, None
         # No communication: an empty tensor like another DTensor has its mesh and placements.
-        given = torch.empty_like(parameter.detach(), dtype=dtype)
+        if type(getattr(parameter, "_local_tensor", None)) in PLAIN_TENSORS:
+            given = torch.empty_like(parameter.detach(), dtype=dtype)
+        else:
+            from asyncckpt.plan.spread_composites import made_like, plain_like
+
+            given = made_like(parameter, plain_like(parameter, dtype))
         return writable(stored.name, stored.path, given), given
 
 

@@ -89,6 +89,14 @@ def _from_sharded_tensor(leaf: Any) -> Sharded:
 
 
 def _from_dtensor(leaf: Any, salt: str) -> Sharded:
+    return shard_of(leaf, salt, None)[0]
+
+
+def shard_of(leaf: Any, salt: str, local: torch.Tensor | None) -> tuple[Sharded, int, int]:
+    """Return a DTensor as this rank's pieces, and the number of its shard of how many. local: None: what it has here.
+
+    UnsupportedError as of `as_sharded`.
+    """
     mesh, whole = leaf.device_mesh, tuple(leaf.shape)
     cuts = _cuts(leaf.placements)
     if cuts is None:
@@ -100,7 +108,7 @@ def _from_dtensor(leaf: Any, salt: str) -> Sharded:
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Sharded(whole_shape=whole, dtype=leaf.dtype, pieces=())
+        return Sharded(whole_shape=whole, dtype=leaf.dtype, pieces=()), 0, 0
     mesh_shape = tuple(mesh.shape)
     spec = getattr(leaf, "_spec", None)
     order = _announced_order(getattr(spec, "shard_order", None)) or _order(cuts, mesh_shape)
@@ -111,21 +119,22 @@ def _from_dtensor(leaf: Any, salt: str) -> Sharded:
             found=(whole, str(leaf.placements)),
             hint="redistribute it to Shard placements first",
         )
-    local = _local_tensor(leaf)
+    local = local_tensor(leaf) if local is None else local
     writer = (zlib.crc32(salt.encode()) + layout.box_number) % layout.replicas_count
     ranks_count = math.prod(mesh_shape)
     own = rank_in_group()  # None: the group is gone, and so is everybody who could save with this rank.
     is_over_all = own is None or own[1] == ranks_count
-    return Sharded(
+    spread = Sharded(
         whole_shape=whole,
         dtype=leaf.dtype,
         pieces=_local_pieces(local, layout, whole, salt),
         is_writer=not is_over_all or writer == layout.replica_index,
         spread_over=ranks_count if is_over_all else 0,
     )
+    return spread, layout.box_number, ranks_count // layout.replicas_count
 
 
-def _local_tensor(leaf: Any) -> Any:
+def local_tensor(leaf: Any) -> Any:
     """Return what the rank holds, without a copy and without autograd."""
     with torch.no_grad():
         local = leaf.to_local()

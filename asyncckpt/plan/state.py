@@ -173,9 +173,8 @@ def node_of(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[in
     if type(value) is dict:
         return _container(value, flat, path, parents, like)
     if isinstance(value, (torch.Tensor, Sharded)):
-        if (hasattr(value, "__tensor_flatten__") or not flat.plain) and not hasattr(
-            value, "device_mesh"
-        ):  # No DTensor.
+        local = value if type(value) in flat.plain else getattr(value, "_local_tensor", value)  # That of a DTensor.
+        if type(local) not in flat.plain and (hasattr(local, "__tensor_flatten__") or not flat.plain):
             from asyncckpt.plan.composite_tensors import flatten_composite, is_composite  # Few states hold any.
 
             if isinstance(value, torch.Tensor) and is_composite(value):

@@ -49,6 +49,10 @@ class Int8Rows(torch.Tensor):
             return cls(args[0].codes, args[0].scale, args[0].context)
         if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):
             raise AssertionError("its values are copied by their parts")
+        if function is torch.ops.aten.view.default:
+            return cls(args[0].codes, args[0].scale, args[0].context)
+        if function is torch.ops.aten.slice.Tensor and isinstance(args[0], cls):
+            return cls(args[0].codes[args[2] : args[3]], args[0].scale[args[2] : args[3]], args[0].context)
         plain = [each.shown() if isinstance(each, cls) else each for each in args]
         return function(*plain, **(kwargs or {}))
 
@@ -59,6 +63,35 @@ class Int8Rows(torch.Tensor):
         """Round values into it."""
         self.scale.copy_(values.abs().amax(1).clamp(min=1e-9) / 127)
         self.codes.copy_((values / self.scale[:, None]).round().to(torch.int8))
+
+
+class OneScale(torch.Tensor):
+    """int8 codes with one scale for all of them."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> OneScale:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
+            return cls(args[0].codes, args[0].scale)
+        if function is torch.ops.aten.slice.Tensor:
+            return cls(args[0].codes[args[2] : args[3]], args[0].scale)
+        raise AssertionError(f"{function} on codes with one scale")
 
 
 class Twofold(torch.Tensor):
@@ -106,14 +139,19 @@ class Momentum8(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
+                local = getattr(parameter, "_local_tensor", parameter)  # Of a DTensor: each rank has rows of it.
                 if not state:
-                    codes = torch.zeros(parameter.shape, dtype=torch.int8)
-                    state["momentum"] = Int8Rows(codes, torch.zeros(len(parameter)), self.context)
-                    state["steps"] = 0
+                    codes = torch.zeros(local.shape, dtype=torch.int8)
+                    momentum: Any = Int8Rows(codes, torch.zeros(len(local)), self.context)
+                    if local is not parameter:
+                        momentum = parameter.from_local(
+                            momentum, parameter.device_mesh, parameter.placements, run_check=False
+                        )
+                    state["momentum"], state["steps"] = momentum, 0
                 state["steps"] += 1
-                now = 0.9 * state["momentum"].shown() + parameter.grad
-                state["momentum"].put(now)
-                parameter.sub_(group["lr"] * state["momentum"].shown())
+                momentum = getattr(state["momentum"], "_local_tensor", state["momentum"])
+                momentum.put(0.9 * momentum.shown() + getattr(parameter.grad, "_local_tensor", parameter.grad))
+                local.sub_(group["lr"] * momentum.shown())
 
 
 CONTEXT = (Granularity(1, Rounding.NEAREST), {"bits": 8, "kind": torch.int8})

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from asyncckpt.engine.load.load_object import changes_state
+from asyncckpt.model.sharded import Sharded
 from asyncckpt.plan.composite_tensors import is_composite, on_device, parts_of
 from asyncckpt.plan.load_targets import Rebuilt
 from asyncckpt.plan.object_checks import loads_as
@@ -43,7 +44,9 @@ def _filled_keys(item: Rebuilt) -> list[str]:
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
     """Return where the inner tensors of a composite are, also those of inner ones."""
     for inner in parts_of(tensor, type(tensor).__qualname__).inner.values():
-        if is_composite(inner):
+        if isinstance(inner, Sharded):
+            yield from (piece.tensor.data_ptr() for piece in inner.pieces)
+        elif is_composite(inner):
             yield from _addresses(inner)
         else:
             yield inner.data_ptr()
