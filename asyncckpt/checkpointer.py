@@ -218,6 +218,7 @@ class Checkpointer:
 
     def begin_anew(self) -> None:
         """Say, on every rank, that a new state goes on above the steps there, after a `restore` failed half-way."""
+        self._check_open()
         self._saver._target.begin_anew()
 
     def save_now(self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None) -> SaveResult:
@@ -357,6 +358,8 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"the Checkpointer of {self.path!r} is closed")
+        if self._pid != os.getpid():
+            raise UsageError("this Checkpointer belongs to the parent process", hint="make a new one in this process")
 
 
 # Those that are not closed, by path. They stay alive: the last step of one that nobody holds is to be saved, too.

@@ -209,6 +209,15 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
+def with_earlier(error: BaseException) -> str:
+    """Return the text of an error, and those of earlier saves that are its causes: no traceback shows them."""
+    told, seen = str(error), [error]
+    while (cause := seen[-1].__cause__) is not None and cause not in seen:
+        told += f"; before that: {cause}" if isinstance(cause, CheckpointError) else ""
+        seen.append(cause)
+    return told
+
+
 @contextmanager
 def closing_beside(error: BaseException | None, what: str) -> Iterator[None]:
     """Close in this block, at the end of a `with` block that raised `error`, if any: then an error of closing becomes a
@@ -220,6 +229,6 @@ def closing_beside(error: BaseException | None, what: str) -> Iterator[None]:
         if error is None:
             raise
         if isinstance(error, (Exception, KeyboardInterrupt)) and hasattr(error, "add_note"):
-            error.add_note(f"and {what}: {later}")
+            error.add_note(f"and {what}: {with_earlier(later)}")
         else:
-            print(f"asyncckpt: {what}: {later}", file=sys.stderr)
+            print(f"asyncckpt: {what}: {with_earlier(later)}", file=sys.stderr)

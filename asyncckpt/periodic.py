@@ -40,6 +40,7 @@ from asyncckpt.errors import (
     closing_beside,
     must_be,
     warn,
+    with_earlier,
 )
 from asyncckpt.format.names import check_step
 from asyncckpt.model.result import SaveResult
@@ -128,13 +129,15 @@ class PeriodicSaver:
             check_type("save", save, bool)
         self._note_end(step, metadata)
         is_due = self._is_due(step) if save is None else save
+        is_whole = False
         try:
             if is_due:  # Whatever becomes of errors of saves: this one would not be of any step.
                 self._saver._target.check_whole()
+            is_whole = True
             self._handle_all(self._take_errors())
         except BaseException as error:
             if is_due:
-                self._saver._leave_out_call(error)
+                self._saver._leave_out_call(None if is_whole else error)
             raise
         if not is_due:
             return None
@@ -312,9 +315,9 @@ class PeriodicSaver:
         earlier = self._take_errors()
         try:
             yield
-        except CheckpointError as error:
-            self._count(failed_count=1)
-            _chain(error, *earlier)
+        except BaseException as error:
+            self._count(failed_count=isinstance(error, CheckpointError))
+            _chain(error, *earlier)  # Also of a Ctrl-C: nobody else tells of them.
             raise
         self._handle_all(earlier)
 
@@ -361,7 +364,7 @@ class PeriodicSaver:
         if self._on_error == "raise":
             raise error
         if self._on_error == "warn":
-            warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning)
+            warn(f"asyncckpt: periodic save failed: {with_earlier(error)}", RuntimeWarning)
         elif callable(self._on_error):
             self._on_error(error)
 

@@ -66,6 +66,8 @@ LEFT_OUT_HINT = (
 # `path` comes behind parameters that have defaults, so Python wants one for it too.
 _REQUIRED: Any = ...
 
+REPORTS = "it reports the error of an earlier save"
+
 
 class Saver(Closing):
     """Save hash tables and tensors to one checkpoint directory, in the background or blocking.
@@ -227,14 +229,19 @@ class Saver(Closing):
             self._tell_end(future, "compaction", begun)
             return future
 
-    def _leave_out_call(self, error: BaseException) -> None:
+    def _leave_out_call(self, error: BaseException | None) -> None:
         """Announce to the other ranks that this one does not make the save which they make now, because of an error.
 
         For code around a Saver that raises where other ranks save: ranks that do not count their saves alike would not
-        find together again. Does nothing with one rank.
+        find together again. Does nothing with one rank. None: it is the error of an earlier save, which they skip this
+        one for: as an error of theirs it would be reported by their next call, which leaves out a save of this rank.
         """
         if self._ranks is not None:
-            self._ranks.announce_failed(self._ranks.next_call(), error)
+            call = self._ranks.next_call()
+            if error is None:
+                self._ranks.announce_skipped(call, REPORTS)
+            else:
+                self._ranks.announce_failed(call, error)
 
     @uninterrupted
     def prepare(self) -> PrepareFuture:
@@ -316,13 +323,15 @@ class Saver(Closing):
     ) -> SaveFuture:
         with self._calls.one_more(self._check_open):
             ranks, begun = self._ranks, time.perf_counter()
-            number = None if ranks is None else ranks.next_call()
+            number, earlier = None if ranks is None else ranks.next_call(), None
             try:
                 step = check_step(step)
                 if kind not in SAVE_KINDS:
                     check_choice("kind", kind, SAVE_KINDS)
                 busy = self._busy if on_busy is None else BusyPolicy.of(on_busy, deadline=self._busy.deadline)
-                self._errors.raise_first()
+                earlier = self._errors.take_error()
+                if earlier is not None:
+                    raise earlier
                 encoded = encode_metadata(metadata)
                 if self._target.options.keep is not None and self._target.rank == 0:  # Its metadata counts.
                     self._target.options.keep.check_metadata(metadata)
@@ -334,7 +343,10 @@ class Saver(Closing):
                 future = start_save(self._target, call)
             except BaseException as error:
                 if ranks is not None and number is not None:
-                    ranks.announce_failed(number, error)
+                    if earlier is None:
+                        ranks.announce_failed(number, error)
+                    else:
+                        ranks.announce_skipped(number, REPORTS)
                 raise
             self._errors.watch(future)
             future.before_done(self._counts.add)

@@ -13,6 +13,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import Checkpointer, CorruptError, DeltaPolicy, IncompatibleError, Loader, Saver
+from asyncckpt.formats import torch_file
 
 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Torch says of some that they are prototypes.
@@ -221,6 +222,14 @@ def test_a_checkpointer_goes_on_with_a_sparse_parameter(tmp_path: Path) -> None:
     whole = job(tmp_path / "whole", 0, 12)
     assert whole[:7] == job(tmp_path / "parts", 0, 7)
     assert whole[7:] != job(tmp_path / "parts", 7, 12)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nested"])
+def test_a_file_of_torch_is_imported(tmp_path: Path, kind: str) -> None:
+    stored, _ = (make() for make in KINDS[kind])
+    torch.save({"model": {"x": stored}}, tmp_path / "file.pt")
+    torch_file.import_checkpoint(tmp_path / "file.pt", tmp_path / "run")
+    assert facts(asyncckpt.load(tmp_path / "run")["model"]["x"]) == as_torch_has_it(stored)
 
 
 def test_nested_tensors_keep_the_sizes_of_their_parts(tmp_path: Path) -> None:

@@ -63,6 +63,24 @@ def asked_to_stop(rank: int, folder: Path) -> None:
         training.train_on(ckpt, 100, at=5 if rank == 1 else None)
 
 
+def one_step_fails(how: str, rank: int, folder: Path) -> None:
+    """Step 3 cannot be saved on rank 1; the program logs every error and goes on."""
+    training = CountedSteps(rank, folder)
+    failed: list[int] = []
+    saver = asyncckpt.Saver(path=folder / "ckpt", tensors={"x": training.x}, ranks=DEADLINE) if how == "saver" else None
+    with saver or training.open(folder / "ckpt", every=1) as saves:
+        for step in range(1, 10):
+            training.train(step)
+            metadata = {"odd": object()} if (rank, step) == (1, 3) else None
+            save = saves.save_async if isinstance(saves, asyncckpt.Saver) else saves.step
+            try:
+                save(step, metadata=metadata)
+            except asyncckpt.CheckpointError:
+                failed.append(step)
+            (saver or saves._saver)._wait_in_flight(WAIT_S_MAX)  # type: ignore[union-attr]
+    assert failed == ([3] if rank == 1 else [4])
+
+
 def all_asked_to_stop(rank: int, folder: Path) -> None:
     """As by torchrun, which sends SIGTERM to all; here just before the last step."""
     training = CountedSteps(rank, folder)

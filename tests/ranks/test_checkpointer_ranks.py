@@ -38,6 +38,12 @@ def test_all_ranks_save_the_same_last_step(
         assert done[-1] == last
 
 
+@pytest.mark.parametrize("how", ["checkpointer", "saver"])
+def test_an_error_that_is_logged_costs_the_step_that_reports_it_and_no_more(tmp_path: Path, how: str) -> None:
+    assert run(partial(checkpointer_ranks.one_step_fails, how), 2, tmp_path) == [0, 0]
+    assert asyncckpt.list_steps(tmp_path / "ckpt") == [1, 2, *range(5, 10)]
+
+
 def test_ranks_restore_together_or_not_at_all(tmp_path: Path) -> None:
     assert run(checkpointer_ranks.a_rank_cannot_restore, 2, tmp_path) == [0, 0]
     assert asyncckpt.list_steps(tmp_path / "ckpt") == [0, 1, 2]

@@ -275,7 +275,10 @@ def test_one_rank_in_turn_is_a_saver_like_any_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("make", [lambda: torch.nested.nested_tensor([torch.ones(2)]), torch.nn.UninitializedParameter])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.nested.nested_tensor([torch.ones(2, 3)] * 2).transpose(1, 2), torch.nn.UninitializedParameter],
+)
 def test_a_tensor_without_sizes_is_refused_and_named(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
     refused = pytest.raises((UnsupportedError, UsageError), match="'lost'")
     with refused, asyncckpt.Saver(0, 2, path=tmp_path, tensors={"lost": make()}, ranks=IN_TURN) as saver:

@@ -62,9 +62,9 @@ class Ranks:
         """Abort on all ranks a save that this one cannot make."""
         _announce(self, call, Failed(cause_of(error)))
 
-    def announce_skipped(self, call: int) -> None:
+    def announce_skipped(self, call: int, why: str = "a save or load was in flight") -> None:
         """Let all ranks skip a save that this one skips."""
-        _announce(self, call, Skipped("a save or load was in flight"))
+        _announce(self, call, Skipped(why))
 
 
 def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
