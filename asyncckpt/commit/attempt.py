@@ -41,7 +41,8 @@ _proven: dict[tuple[str | None, ...], None] = {}
 class Claim:
     """A step of the directory with this identity, and the attempt that is made at it.
 
-    parents: the steps that it is directly based on; retention must keep them. is_next: no step was asked for.
+    parents: the steps that it is directly based on; retention must keep them. is_next: no step was asked for. missing:
+    the ranks in turn whose parts have not come, once one has.
     """
 
     place: tuple[Any, ...]
@@ -49,6 +50,7 @@ class Claim:
     attempt: Attempt
     parents: list[int] = field(default_factory=list)
     is_next: bool = False
+    missing: list[int] = field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -118,6 +120,11 @@ class Claims:
         """Return the steps that are being saved or compacted, and the bases of saves."""
         claimed = [claim for claim in list(self.held.values()) if claim.place == place]
         return {step for claim in claimed for step in (claim.step, *claim.parents)}
+
+    def missing_ranks(self, place: tuple[Any, ...], step: int) -> list[int]:
+        """Return the ranks in turn without whose parts a step stays claimed, or is needed by one that does."""
+        found = [claim for claim in list(self.held.values()) if claim.place == place]
+        return [rank for claim in found if step in (claim.step, *claim.parents) for rank in claim.missing]
 
     def _steps(self, place: tuple[Any, ...], kind: str) -> list[int]:
         return [one.attempt.step for one in list(self.held.values()) if (one.place, one.kind) == (place, kind)]

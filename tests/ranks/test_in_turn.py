@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.checkpoints import remove
 from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.ranks import in_turn
@@ -133,6 +134,18 @@ def test_a_part_that_has_not_come_is_named(tmp_path: Path, step: int | None) -> 
     for rank in (1, 2, 3):
         save(tmp_path, rank)
     check_loads(tmp_path)
+
+
+def test_who_removes_a_step_in_turn_hears_which_parts_are_missing(tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        save(tmp_path, rank)
+    for rank in (0, 2):
+        save(tmp_path, rank, 2)
+    with pytest.raises(asyncckpt.ConflictError, match=r"step 2 .* in use .*save the parts of ranks 1, 3 first"):
+        remove(tmp_path, [2])
+    for rank in (1, 3):
+        save(tmp_path, rank, 2)
+    assert remove(tmp_path, [2]) == [2]
 
 
 def test_another_number_of_ranks_is_no_part(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ class StepInTurn:
         self.writers.update(owners)
         self.targets.append(job.target)
         self.parts[rank] = _Part(written, job.values, job.call.metadata, held, contents, share.ids_held)
+        self.claim.missing[:] = self.missing
         if self.missing:
             return Committed(written, transaction.attempt, None, (), waits_for=self.missing)
         self.over = "all parts have come"
