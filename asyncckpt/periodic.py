@@ -168,8 +168,8 @@ class PeriodicSaver:
     def save_now(self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None) -> SaveResult:
         """Save the state as it is now, whether or not it is due, and return when the checkpoint is durable.
 
-        step None: that of the last `.step`; if it is being saved, or is saved, its result is returned. Waits for what is in
-        flight. Every rank calls it. Raises as Saver.save, and errors of earlier saves after it.
+        step None: that of the last `.step`; if it is being saved, or is saved, its result is returned. Waits for what
+        is in flight. Every rank calls it. Raises as Saver.save, and errors of earlier saves after it.
         """
         step = check_step(step)
         if step is not None:
