@@ -121,11 +121,6 @@ class Claims:
         claimed = [claim for claim in list(self.held.values()) if claim.place == place]
         return {step for claim in claimed for step in (claim.step, *claim.parents)}
 
-    def missing_ranks(self, place: tuple[Any, ...], step: int) -> list[int]:
-        """Return the ranks in turn without whose parts a step stays claimed, or is needed by one that does."""
-        found = [claim for claim in list(self.held.values()) if claim.place == place]
-        return [rank for claim in found if step in (claim.step, *claim.parents) for rank in claim.missing]
-
     def _steps(self, place: tuple[Any, ...], kind: str) -> list[int]:
         return [one.attempt.step for one in list(self.held.values()) if (one.place, one.kind) == (place, kind)]
 

@@ -257,7 +257,8 @@ def _check_may_go(
 ) -> None:
     in_use = sorted({*going} & {*needed})
     if in_use:
-        missing = ", ".join(map(str, claims.missing_ranks(root.root.identity, in_use[0])[:RANKS_SHOWN_MAX]))
+        own = [it for it in list(claims.held.values()) if it.place == root.root.identity and it.step == in_use[0]]
+        missing = ", ".join(str(rank) for it in own for rank in it.missing[:RANKS_SHOWN_MAX])
         raise ConflictError(
             f"step {in_use[0]} of {str(root.path)!r} is in use by a save or a compaction of this process",
             hint=f"save the parts of ranks {missing} first" if missing else "call Saver.wait_idle() first",

@@ -291,5 +291,4 @@ def other_entries(contents: Contents, targets: DenseTargets, unexpected: list[st
     own = [leaf.path for leaf in targets.in_place] + [item.path for item in targets.rebuilt]
     known = {path[:1] for path in (*own, *targets.values, *targets.empty)}
     tops = {path[:1]: None for path in (*contents.leaf_paths, *contents.values)}
-    tables = [name for name in unexpected if name in contents.tables]
-    return [path_name(path) for path in tops if path not in known] + tables
+    return [path_name(path) for path in tops if path not in known] + [it for it in unexpected if it in contents.tables]
