@@ -27,12 +27,13 @@ def check_int(name: str, value: Any, *, at_least: int, at_most: int = INT_MAX, o
         raise must_be(name, bounds, value)
 
 
-def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Check for seconds that a wait can take."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= threading.TIMEOUT_MAX:
-        raise must_be(name, f"a number of seconds in [0, {threading.TIMEOUT_MAX:.0f}]", value)
-    if above_zero and not value:
-        raise must_be(name, "more than 0 seconds", value)
+def check_seconds(name: str, value: Any, *, above_zero: bool = False, unit: str = "seconds") -> None:
+    """Check for seconds, or hours, that a wait can take."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if above_zero and is_number and value <= 0:
+        raise must_be(name, f"more than 0 {unit}", value)
+    if not is_number or not 0 <= value <= threading.TIMEOUT_MAX:
+        raise must_be(name, f"a number of {unit} in [0, {threading.TIMEOUT_MAX:.0f}]", value)
 
 
 def check_choice(name: str, value: Any, choices: tuple[object, ...]) -> None:

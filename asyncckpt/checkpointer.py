@@ -90,7 +90,7 @@ class Checkpointer:
         **state: Any,
     ) -> None:
         if max_hours is not None:
-            check_seconds("max_hours", max_hours, above_zero=True)
+            check_seconds("max_hours", max_hours, above_zero=True, unit="hours")
         options = {} if options is None else options
         check_options(options)
         tables, tensors = parts_of(state)
@@ -335,7 +335,7 @@ class Checkpointer:
                     hint="call restore() before the loop and count from what it returns, or use another directory",
                 )
         elif step <= self._last_step:
-            what = f"step({step}) after step({self._last_step}): each step must be greater than the last"
+            what = f"step {step} comes after step {self._last_step}, but each step must be greater than the last"
             raise UsageError(what, hint="count over the whole run, not in each epoch")
 
     def _measure_step(self) -> None:

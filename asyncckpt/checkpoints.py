@@ -119,7 +119,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """One committed checkpoint in short.
+    """One committed checkpoint in brief.
 
     kind           "full" or "delta"
     parents        bases of a delta, newest first, down to a full one; empty for a full one
@@ -178,7 +178,7 @@ def list_steps(path: str | os.PathLike[str]) -> list[int]:
 
 
 def summaries(path: str | os.PathLike[str]) -> dict[int, CheckpointSummary | CheckpointError]:
-    """Return every committed checkpoint of a directory in short, or why it cannot be read, by step, ascending.
+    """Return every committed checkpoint of a directory in brief, or why it cannot be read, by step, ascending.
 
     Raises NotFoundError if it is not a checkpoint directory.
     """

@@ -12,7 +12,7 @@ If an exception has ended it, the save's metadata tells, for the state may be ha
     {"asyncckpt.interrupted": "KeyboardInterrupt", "asyncckpt.half_way": True}
 
 half_way: an optimizer has begun another step, or nobody can tell. Retention does not count such a checkpoint. With
-several ranks none saves after an exception but SystemExit: the others are in the middle of a step, and would not come.
+several ranks none saves after an exception other than SystemExit: the others are within a step, and would not come.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class PeriodicSaver:
     def save_now(self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None) -> SaveResult:
         """Save the state as it is now, whether or not it is due, and return when the checkpoint is durable.
 
-        step None: that of the last `.step`; a save of it that is in flight, or has committed, is the one. Waits for
-        what is in flight. Every rank calls it. Raises as Saver.save, and errors of earlier saves after it.
+        step None: that of the last `.step`; if it is being saved, or is saved, its result is returned. Waits for what
+        is in flight. Every rank calls it. Raises as Saver.save, and errors of earlier saves after it.
         """
         step = check_step(step)
         if step is not None:

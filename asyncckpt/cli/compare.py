@@ -46,7 +46,7 @@ def add_commands(commands: Commands) -> None:
     )
     made.add_argument("table", metavar="TABLE", help="the name of a table, as `show` prints it")
     made.add_argument("ids", metavar="ID", type=_id, nargs="+", help="an int64 id")
-    made.add_argument("--step", type=natural, help="which checkpoint; default: the newest")
+    made.add_argument("--step", metavar="STEP", type=natural, help="which checkpoint; default: the newest")
     add_json(made)
 
 

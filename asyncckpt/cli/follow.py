@@ -14,10 +14,10 @@ def add_commands(commands: Commands) -> None:
     made = commands.add(
         "follow", follow, "print each step as it is committed, until Ctrl-C", "The directory need not exist yet."
     )
-    made.add_argument("--after", type=natural, help="start after this step; default: with the oldest")
-    made.add_argument("--cursor", type=file, help="a small file that remembers the last step printed")
-    made.add_argument("--poll", type=_seconds, default=1.0, help="seconds between two checks (1)")
-    made.add_argument("--until", type=natural, help="end after this step; default: never")
+    made.add_argument("--after", metavar="STEP", type=natural, help="start after this step; default: with the oldest")
+    made.add_argument("--cursor", metavar="FILE", type=file, help="a small file that remembers the last step printed")
+    made.add_argument("--poll", metavar="SECONDS", type=_seconds, default=1.0, help="seconds between two checks (1)")
+    made.add_argument("--until", metavar="STEP", type=natural, help="end after this or a later step; default: never")
     add_json(made, "print one JSON object a line")
 
 

@@ -23,7 +23,7 @@ def add_commands(commands: Commands) -> None:
     made = commands.add("report", report, "write an HTML report about a directory", more)
     made.add_argument("-o", "--output", type=file, default=Path(REPORT_NAME), help=f"the file ({REPORT_NAME})")
     more = "Serves only this machine; the page changes as steps are committed. DIR need not exist yet."
-    made = commands.add("watch", watch, "serve that report, live, until Ctrl-C", more)
+    made = commands.add("watch", watch, "serve a report about a directory, live, until Ctrl-C", more)
     made.add_argument("--port", type=_port, default=0, help="port on 127.0.0.1; default: a free one")
 
 

@@ -41,7 +41,8 @@ _proven: dict[tuple[str | None, ...], None] = {}
 class Claim:
     """A step of the directory with this identity, and the attempt that is made at it.
 
-    parents: the steps that it is directly based on; retention must keep them. is_next: no step was asked for.
+    parents: the steps that it is directly based on; retention must keep them. is_next: no step was asked for. missing:
+    the ranks in turn whose parts have not come, once one has.
     """
 
     place: tuple[Any, ...]
@@ -49,6 +50,7 @@ class Claim:
     attempt: Attempt
     parents: list[int] = field(default_factory=list)
     is_next: bool = False
+    missing: list[int] = field(default_factory=list)
 
     @property
     def step(self) -> int:

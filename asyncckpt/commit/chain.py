@@ -166,8 +166,8 @@ class KnownChain:
 def base_lost(step: int, why: str) -> ConflictError:
     """Return the error of a delta which has lost its base, the checkpoint of this step."""
     return ConflictError(
-        f"step {step}, the base of the delta, no longer exists: {why}",
-        hint="save a full checkpoint: kind='full' or 'auto'",
+        f"step {step}, the base of the delta, is missing or damaged: {why}",
+        hint="save again with kind='auto' or kind='full', which saves a full checkpoint",
     )
 
 

@@ -31,6 +31,7 @@ from asyncckpt.system import register_at_fork
 _retaining = threading.Lock()
 LOOKS_MAX = 100
 BATCH_STEPS_MAX = 64
+RANKS_SHOWN_MAX = 8
 T = TypeVar("T")
 
 
@@ -256,9 +257,11 @@ def _check_may_go(
 ) -> None:
     in_use = sorted({*going} & {*needed})
     if in_use:
+        own = [it for it in list(claims.held.values()) if it.place == root.root.identity and it.step == in_use[0]]
+        missing = ", ".join(str(rank) for it in own for rank in it.missing[:RANKS_SHOWN_MAX])
         raise ConflictError(
             f"step {in_use[0]} of {str(root.path)!r} is in use by a save or a compaction of this process",
-            hint="wait for its end: Saver.wait_idle()",
+            hint=f"save the parts of ranks {missing} first" if missing else "call Saver.wait_idle() first",
         )
     pinned = sorted({*going} & {*pins})
     if pinned:

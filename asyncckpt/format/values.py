@@ -138,10 +138,11 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
         ]
         _check_keys(pairs, owner)
         return {mapping_kind(value): pairs}
-    raise UsageError(
-        f"{owner} has type {type(value).__name__}, which cannot be saved: asyncckpt never pickles",
-        hint="leave it out, or turn it into a tensor, a number, text, or a list or dict of these",
-    )
+    kinds = ("" if owner.startswith("metadata[") else "a tensor, ") + "a number, text, or a list or dict of these"
+    hint = f"leave it out, or turn it into {kinds}"
+    if (kind := type(value).__name__) == "Tensor":  # By its name: torch may not be imported.
+        hint = "store a number, x.item(), or a list, x.tolist()"
+    raise UsageError(f"{owner} has type {kind}, which cannot be saved: asyncckpt never pickles", hint=hint)
 
 
 def decode_value(value: Json, *, owner: str, _depth: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""What the page shows of a checkpoint directory: its manifests in short, as JSON. 5,000 steps take a megabyte."""
+"""What the page shows of a checkpoint directory: its manifests in brief, as JSON. 5,000 steps take a megabyte."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Watched:
         self._seen = 0
 
     def now(self) -> tuple[str, bytes]:
-        """Return the name of what is there now, and the same as JSON."""
+        """Return a tag of the present facts, which changes with them, and the facts as JSON."""
         with self._lock:
             if self._looked is None or self._clock() - self._looked >= LOOK_S:
                 self._look()

@@ -81,7 +81,7 @@ def _renamed(spec: BlockSpec, name: Any, owner: str) -> BlockSpec:
     if name == spec.name:
         return spec
     if not isinstance(name, str):
-        raise FilterError(f"{owner} renamed block {spec.name!r} to no string", found=name)
+        raise FilterError(f"{owner} gave block {spec.name!r} a name that is not a string", found=name)
     try:
         check_name(name)
     except CheckpointError as error:
@@ -97,7 +97,7 @@ def _renamed(spec: BlockSpec, name: Any, owner: str) -> BlockSpec:
 def _with_data(spec: BlockSpec, data: Any, owner: str) -> BlockSpec:
     owner = f"{owner} replaced block {spec.name!r}"
     if not isinstance(data, torch.Tensor):
-        raise FilterError(f"{owner} by no tensor", found=type(data))
+        raise FilterError(f"{owner} by something that is not a tensor", found=type(data))
     try:
         check_leaf(data, spec.name)
     except CheckpointError as error:

@@ -284,3 +284,11 @@ def inside_modules(contents: Contents, targets: DenseTargets, unexpected: list[s
 
     paths = ((name, contents.dense[name].path) for name in unexpected if name in contents.dense)
     return ((name, path) for name, path in paths if is_inside(path))
+
+
+def other_entries(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:
+    """Return the entries and tables of the checkpoint that the state lacks: one may have another name now."""
+    own = [leaf.path for leaf in targets.in_place] + [item.path for item in targets.rebuilt]
+    known = {path[:1] for path in (*own, *targets.values, *targets.empty)}
+    tops = {path[:1]: None for path in (*contents.leaf_paths, *contents.values)}
+    return [path_name(path) for path in tops if path not in known] + [it for it in unexpected if it in contents.tables]

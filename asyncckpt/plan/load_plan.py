@@ -21,7 +21,7 @@ from asyncckpt.model.block import BlockSpec, overlap
 from asyncckpt.model.table import ID_COLUMN, Column, Role, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, inside_modules
+from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, inside_modules, other_entries
 from asyncckpt.plan.load_targets import (
     DenseTargets,
     InPlace,
@@ -217,7 +217,7 @@ def make_load_plan(
     if match.problems or match.of_objects or match.passing or match.named:
         from asyncckpt.plan.load_problems import raise_problems
 
-        raise_problems(match, chain.step, missing, unexpected)
+        raise_problems(match, chain.step, missing, unexpected, other_entries(contents, targets, unexpected))
     plan = LoadPlan(
         dense=chosen,
         tables=tuple(planned),

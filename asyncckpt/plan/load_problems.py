@@ -23,20 +23,22 @@ class Problems(Protocol):
     could_be_resized: bool
 
 
-def raise_problems(found: Problems, step: int, missing: list[str], unexpected: list[str]) -> NoReturn:
-    """Raise IncompatibleError."""
+def raise_problems(found: Problems, step: int, missing: list[str], more: list[str], others: list[str]) -> NoReturn:
+    """Raise IncompatibleError. others: entries of the checkpoint that the state lacks; what is missing may be one."""
     passing = [*(_counted(what, names) for what, names in found.named.items()), *found.passing]
+    lacks = ", ".join(map(repr, others[:PROBLEMS_SHOWN_MAX])) if missing and passing else ""
     problems = [*found.problems, *found.of_objects, *passing]
     shown = "; ".join(problems[:PROBLEMS_SHOWN_MAX])
-    more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
+    rest = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
     hints = (
-        wrapped_hint(missing, unexpected),
+        wrapped_hint(missing, more),
         "strict=False loads what matches, rename={old: new} what has another name" if passing else "",
+        f"the checkpoint has {lacks}, which this state lacks" if lacks else "",
         "resize=[names] loads what both shapes have" if found.could_be_resized else "",
         "cast=True converts dtypes" if found.could_be_cast else "",
         "make such an object as the one that was saved; strict=False leaves it as it is" if found.of_objects else "",
     )
-    what = f"step {step} does not match this state, and nothing was changed: {shown}{more}"
+    what = f"step {step} does not match this state, and nothing was changed: {shown}{rest}"
     raise IncompatibleError(what, hint="; ".join(filter(None, hints)))
 
 

@@ -219,7 +219,7 @@ class HashEmbeddingBag(HashEmbedding):
         )
 
     def _check_bags(self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> None:
-        what = f"of a bag lookup in table {self.table.name!r}"
+        what = f"for a bag lookup in table {self.table.name!r}"
         if not isinstance(ids, torch.Tensor) or ids.dim() not in (1, 2):
             found = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids)
             raise must_be(f"ids {what}", "an int64 tensor [n] or [bags, ids per bag]", found)

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from asyncckpt.commit import retention
 from asyncckpt.engine.process import background as background_module
 from asyncckpt.engine.save import run_save as save_job
 from tests.worlds.gates import Gate
-from tests.worlds.threads import awaited
+from tests.worlds.threads import awaited, in_thread
 
 UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
 IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
@@ -375,9 +374,3 @@ def test_case_117_table_that_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
             table.lookup(torch.arange(3))
         cut.fence()
         assert len(table.lookup(torch.arange(3))) == 3
-
-
-def in_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns on a thread of its own."""
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(function).result(DEADLINE_S)

@@ -173,11 +173,11 @@ FILTERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "list of none": (lambda blocks: [None], "found None, expected a WriteBlock"),
     "list of tensors": (lambda blocks: [block.data for block in blocks], "found a Tensor, expected a WriteBlock"),
     "twice": (lambda blocks: [*blocks, blocks[0]], "twice"),
-    "no tensor": (replacing(data=[1.0]), "'x' by no tensor, found a list"),
+    "no tensor": (replacing(data=[1.0]), "'x' by something that is not a tensor, found a list"),
     "sparse": (replacing(data=torch.eye(3).to_sparse()), "'x' badly.*sparse_coo"),
     "meta": (replacing(data=torch.ones(3, device="meta")), "'x' badly.*meta device"),
     "taken name": (replacing(name="y"), "'y' twice"),
-    "no name": (replacing(name=5), "'x' to no string, found 5"),
+    "no name": (replacing(name=5), "gave block 'x' a name that is not a string, found 5"),
     "no unicode": (replacing(name="\ud800"), "'x' badly.*Unicode"),
     "rows": (
         lambda blocks: [b.replace(data=b.data[:1]) if b.table else b for b in blocks],

@@ -83,6 +83,7 @@ def test_case_046_metadata_that_is_not_plain(tmp_path: Path, kind: str) -> None:
         assert "metadata['run']['tags'][1]" in str(caught.value)
         assert type(NOT_PLAIN[kind]).__name__ in str(caught.value)
         assert "asyncckpt never pickles" in str(caught.value)
+        assert ("x.item()" if kind == "tensor" else "turn it into a number, text") in str(caught.value)
     assert asyncckpt.list_steps(tmp_path) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -85,7 +86,7 @@ def test_the_next_save_is_a_full_one_when_a_parent_is_gone(
     with ChangedTable(tmp_path / "run") as run:
         assert [run.save(number).kind for number in range(3)] == ["full", "delta", "delta"]
         lose(run.root, step)
-        with pytest.warns(RuntimeWarning, match="no longer exists.*this save is a full one") as caught:
+        with pytest.warns(RuntimeWarning, match="is missing or damaged.*this save is a full one") as caught:
             assert run.save(3).kind == "full"
         assert len(caught) == 1
         assert f"step {step}" in str(caught[0].message)
@@ -107,7 +108,9 @@ def test_a_delta_upon_what_is_gone_is_refused_before_anything_is_changed(
         lose(run.root, 0)
         before = sorted(path for path in run.root.rglob("*"))
         for _ in range(2):
-            with pytest.raises(asyncckpt.ConflictError, match="step 1, the base of the delta, no longer exists") as e:
+            with pytest.raises(
+                asyncckpt.ConflictError, match="step 1, the base of the delta, is missing or damaged"
+            ) as e:
                 run.saver.save_async(2, kind="delta")
             assert "kind='full'" in str(e.value)
         assert sorted(path for path in run.root.rglob("*")) == before
@@ -133,6 +136,17 @@ def test_a_parent_that_goes_while_a_delta_is_written_ends_that_and_the_next_one_
         with pytest.raises(asyncckpt.ConflictError, match="step 1, the base of the delta"):
             run.save(2, kind=kind)
         lost.clear()
+        assert run.save(3).kind == "full"
+        run.check(3)
+
+
+def test_a_delta_whose_base_is_damaged_says_so_and_the_next_save_is_full(tmp_path: Path) -> None:
+    with ChangedTable(tmp_path) as run:
+        run.save(1)
+        for file in (tmp_path / "data").glob("*/*.safetensors"):
+            os.truncate(file, 100)
+        with pytest.raises(asyncckpt.ConflictError, match=r"base of the delta, is missing or damaged.*save again"):
+            run.save(2)
         assert run.save(3).kind == "full"
         run.check(3)
 

@@ -492,11 +492,14 @@ def check_nothing_is_left_out(path: Path, tmp_path: Path, name: str, *, is_link:
 
 
 def test_links_beside_what_is_read_are_no_matter(path: Path, tmp_path: Path) -> None:
-    write_ranks(path, {"user": [RecsdkRows.random(39)]}, timestamp="20260102030405")
+    rows = RecsdkRows.random(39)
+    write_ranks(path, {"user": [rows]}, timestamp="20260102030405")
     (path / "latest").symlink_to("20260102030405")
     (path / "20260102030405" / "notes.txt").symlink_to(tmp_path / "moved")
     (tmp_path / "moved").write_text("")
-    load(bags(), path)
+    module = bags()
+    load(module, path)
+    check(module, rows)
 
 
 def test_failure_while_reading_leaves_the_tables_empty(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,14 @@ def test_max_hours_leaves_time_for_a_step_and_a_save(tmp_path: Path, monkeypatch
     assert asyncckpt.list_steps(tmp_path) == [6]
 
 
+def test_max_hours_are_checked_as_hours(tmp_path: Path) -> None:
+    for wrong in (-1, 0, 0.0):
+        with pytest.raises(asyncckpt.UsageError, match=rf"^max_hours must be more than 0 hours; got {wrong}$"):
+            asyncckpt.Checkpointer(tmp_path, every=1, max_hours=wrong, x=torch.zeros(2))
+    with pytest.raises(asyncckpt.UsageError, match=r"^max_hours must be a number of hours in .*; got nan$"):
+        asyncckpt.Checkpointer(tmp_path, every=1, max_hours=float("nan"), x=torch.zeros(2))
+
+
 def test_max_hours_leaves_time_for_the_longest_save_and_one_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

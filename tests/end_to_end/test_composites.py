@@ -18,7 +18,7 @@ from tests.worlds.composites import (
     Momentum8,
     RowsInExtraState,
     Twofold,
-    bits,
+    inner_of,
     int8_rows,
     same,
     train,
@@ -37,7 +37,7 @@ def test_in_a_dict_it_is_filled_in_place(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"w": stored, "other": torch.ones(2)})
     codes = target.codes
     asyncckpt.Loader(tmp_path, tensors={"w": target, "other": torch.zeros(2)}).load()
-    assert same(bits(target), bits(stored))
+    assert same(inner_of(target), inner_of(stored))
     assert target.codes is codes
 
 
@@ -46,7 +46,7 @@ def test_a_module_of_quantized_weights_goes_on(tmp_path: Path) -> None:
     with Saver(path=tmp_path, tensors={"model": model}) as saver:
         saver.save(1)
     report = Loader(tmp_path, tensors={"model": other}).load()
-    assert same(bits(other[0].weight), bits(model[0].weight))
+    assert same(inner_of(other[0].weight), inner_of(model[0].weight))
     assert torch.equal(other[1].weight, model[1].weight)
     assert not report.missing
     assert not report.unexpected
@@ -61,12 +61,12 @@ def test_what_it_shows_is_never_touched(tmp_path: Path, monkeypatch: pytest.Monk
     with Saver(path=tmp_path, tensors={"model": model, "w": model[0].weight}) as saver:
         saver.save_async(1).result()
     Loader(tmp_path, tensors={"model": other, "w": other[0].weight}).load()
-    assert same(bits(other[0].weight), bits(model[0].weight))
+    assert same(inner_of(other[0].weight), inner_of(model[0].weight))
 
 
 def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> None:
     tensor = int8_rows(1)
-    wanted = bits(tensor)
+    wanted = inner_of(tensor)
     with Saver(path=tmp_path, tensors={"w": tensor}) as saver:
         future = saver.save_async(1)
         tensor.codes.zero_()
@@ -74,7 +74,7 @@ def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path: Path) -> 
         future.result()
     target = int8_rows(2)
     Loader(tmp_path, tensors={"w": target}).load()
-    assert same(bits(target), wanted)
+    assert same(inner_of(target), wanted)
 
 
 def test_an_inner_tensor_that_is_exchanged_is_saved(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_an_inner_tensor_that_is_exchanged_is_saved(tmp_path: Path) -> None:
         saver.save(2)
     target = int8_rows(2)
     Loader(tmp_path, tensors={"w": target}).load()
-    assert same(bits(target), bits(tensor))
+    assert same(inner_of(target), inner_of(tensor))
 
 
 @pytest.mark.parametrize("begins", ["fresh", "stepped"])
@@ -105,7 +105,7 @@ def test_an_optimizer_goes_on(tmp_path: Path, begins: str) -> None:
     found = second.state[other.weight]["momentum"]
     assert type(found) is Int8Rows
     assert found.context == CONTEXT[1]
-    assert same(bits(found), bits(optimizer.state[model.weight]["momentum"]))
+    assert same(inner_of(found), inner_of(optimizer.state[model.weight]["momentum"]))
     assert train(model, optimizer, 5) == train(other, second, 5)
 
 
@@ -122,8 +122,8 @@ def test_one_within_another_one(tmp_path: Path) -> None:
     stored, target = (Twofold(int8_rows(seed), int8_rows(seed + 10)) for seed in (1, 2))
     asyncckpt.save(tmp_path, {"p": stored})
     Loader(tmp_path, tensors={"p": target}).load()
-    assert same(bits(target.first), bits(stored.first))
-    assert same(bits(target.second), bits(stored.second))
+    assert same(inner_of(target.first), inner_of(stored.first))
+    assert same(inner_of(target.second), inner_of(stored.second))
     inside = Twofold(int8_rows(1, context=4), int8_rows(2))
     with pytest.raises(IncompatibleError, match=r"'p.first' is another tensor.*context is 4, the checkpoint's null"):
         Loader(tmp_path, tensors={"p": inside}).load()
@@ -143,7 +143,7 @@ def test_functions_in_a_context_are_those_of_the_target(tmp_path: Path) -> None:
     target = int8_rows(2, context={"f": len, "n": 1})
     Loader(tmp_path, tensors={"w": target}).load()
     assert target.context["f"] is len
-    assert same(bits(target), bits(int8_rows(1)))
+    assert same(inner_of(target), inner_of(int8_rows(1)))
 
 
 def test_an_optimizer_that_has_stepped_gets_a_state_of_before_its_first_step(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_module_whose_state_dict_gives_copies_is_filled(tmp_path: Path, is_ask
     model, other = model_of(1), model_of(2)
     asyncckpt.save(tmp_path, {"model": model})
     Loader(tmp_path, tensors={"model": other}).load()
-    assert same(bits(other[0].weight), bits(model[0].weight))
+    assert same(inner_of(other[0].weight), inner_of(model[0].weight))
 
 
 def test_what_hooks_make_of_it_is_loaded_through_them(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_where_it_is_and_whether_it_is_trained_is_the_targets_own(tmp_path: Path
     asyncckpt.save(tmp_path, {"w": int8_rows(1, context={"device": torch.device("cuda:1"), "requires_grad": True})})
     target = int8_rows(2, context={"device": torch.device("cpu"), "requires_grad": False})
     Loader(tmp_path, tensors={"w": target}).load()
-    assert same(bits(target), bits(int8_rows(1)))
+    assert same(inner_of(target), inner_of(int8_rows(1)))
 
 
 def test_an_extra_state_gets_composites(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_an_extra_state_gets_composites(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"model": model})
     Loader(tmp_path, tensors={"model": other}).load()
     assert type(other.rows) is Int8Rows
-    assert same(bits(other.rows), bits(model.rows))
+    assert same(inner_of(other.rows), inner_of(model.rows))
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
@@ -234,7 +234,7 @@ def test_what_an_optimizer_would_cast_stays_what_it_is(tmp_path: Path, is_alone:
     found = second.state[other.weight]["momentum"]
     assert type(found) is Int8Rows
     assert found.dtype is torch.float32
-    assert same(bits(found), bits(optimizer.state[model.weight]["momentum"]))
+    assert same(inner_of(found), inner_of(optimizer.state[model.weight]["momentum"]))
     assert second.state[other.weight]["steps"] == 1
 
 

@@ -123,7 +123,7 @@ def test_a_saver_saves_in_full_after_what_it_would_build_upon_was_removed(tmp_pa
             table.insert(torch.tensor([step]), torch.ones(1, 2))
             saver.save(step)
         assert remove_after(tmp_path, 1) == [2, 3]
-        with pytest.raises(ConflictError, match="step 3, the base of the delta, no longer exists"):
+        with pytest.raises(ConflictError, match="step 3, the base of the delta, is missing or damaged"):
             saver.save(2, kind="delta")
         assert saver.save(2).kind == "full"
         assert saver.save(3).kind == "delta"

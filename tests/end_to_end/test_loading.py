@@ -243,6 +243,23 @@ def test_module_with_other_entries(tmp_path: Path, saved: State) -> None:
     assert bits(smaller.state_dict()["0.weight"]) == bits(saved.dense["model"].state_dict()["0.weight"])
 
 
+def test_entries_under_another_name_are_shown_with_both_names(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("user", 2)
+    tensors = {"model": torch.nn.Linear(1, 1), "w": torch.ones(2), "progress": {"epoch": 1}}
+    save_one(tmp_path, hashtables={"user": table}, tensors=tensors)
+    other = {"mode": torch.nn.Linear(1, 1), "w": torch.zeros(2), "run": {"epoch": 0}}
+    wider = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    for target, own, lacks in (
+        (other, "'mode'", "'model', 'progress', 'user'"),
+        ({"mode": other["mode"]}, "'mode'", "'model', 'w', 'progress', 'user'"),
+        ({"model": wider}, "'model.0.weight'", "'w', 'progress', 'user'"),
+    ):
+        match = rf"only in this state .*{own}.*; the checkpoint has {lacks}, which this state lacks"
+        with pytest.raises(asyncckpt.IncompatibleError, match=match):
+            asyncckpt.Loader(tmp_path, tensors=target).load()
+    asyncckpt.Loader(tmp_path, tensors={"w": other["w"]}).load()  # A part is loaded by its name.
+
+
 def test_what_a_filter_leaves_out_of_a_module_is_named_as_such(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"model": torch.nn.Linear(1, 1)}, durability="none")
     target = {"model": torch.nn.Linear(1, 1)}

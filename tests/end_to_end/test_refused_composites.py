@@ -24,7 +24,7 @@ from tests.worlds.composites import (
     Rounding,
     RowsInExtraState,
     Twofold,
-    bits,
+    inner_of,
     int8_rows,
     same,
     train,
@@ -88,11 +88,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path,
 def test_a_plain_tensor_does_not_become_one(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"w": torch.ones(6, 8)})
     target = int8_rows(2)
-    before = bits(target)
+    before = inner_of(target)
     for strict in (True, False):
         with pytest.raises(IncompatibleError, match=r"Int8Rows.*plain tensor in the checkpoint"):
             Loader(tmp_path, tensors={"w": target}, strict=strict).load()
-    assert same(bits(target), before)
+    assert same(inner_of(target), before)
 
 
 def test_an_older_reader_refuses_it_by_name(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_an_older_reader_refuses_it_by_name(tmp_path: Path) -> None:
 def test_a_filter_takes_all_of_it_or_nothing(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path, {"w": int8_rows(1), "v": int8_rows(3), "b": torch.ones(2)})
     target = {"w": int8_rows(2), "v": int8_rows(4), "b": torch.zeros(2)}
-    before = bits(target["w"])
+    before = inner_of(target["w"])
 
     def without_scales(info: Any) -> Any:
         return {name: item for name, item in info.items() if name != "w.scale"}
@@ -119,15 +119,15 @@ def test_a_filter_takes_all_of_it_or_nothing(tmp_path: Path) -> None:
     for wrong in (without_scales, exchanged):
         with pytest.raises(IncompatibleError, match="'w' is one tensor"):
             Loader(tmp_path, tensors=target, filter_func=wrong, strict=False).load()
-    assert same(bits(target["w"]), before)
+    assert same(inner_of(target["w"]), before)
     assert not target["b"].any()
 
     def by_another_name(info: Any) -> Any:
         return {"w.codes": {"v.codes": []}, "w.scale": {"v.scale": []}}
 
     Loader(tmp_path, tensors=target, filter_func=by_another_name, strict=False).load()
-    assert same(bits(target["w"]), bits(int8_rows(3)))
-    assert same(bits(target["v"]), bits(int8_rows(4)))
+    assert same(inner_of(target["w"]), inner_of(int8_rows(3)))
+    assert same(inner_of(target["v"]), inner_of(int8_rows(4)))
 
 
 def broken(**methods: Any) -> torch.Tensor:
@@ -243,10 +243,10 @@ def test_one_of_another_context_in_an_optimizer_is_refused(tmp_path: Path) -> No
     train(model, optimizer, 1)
     asyncckpt.save(tmp_path, {"optimizer": optimizer})
     train(model, second, 1)
-    before = bits(second.state[model.weight]["momentum"])
+    before = inner_of(second.state[model.weight]["momentum"])
     with torch.serialization.safe_globals([Int8Rows]), pytest.raises(IncompatibleError, match=r"context\[0\] is 2"):
         Loader(tmp_path, tensors={"optimizer": second}).load()
-    assert same(bits(second.state[model.weight]["momentum"]), before)
+    assert same(inner_of(second.state[model.weight]["momentum"]), before)
 
 
 class Picky(Int8Rows):
@@ -289,10 +289,10 @@ def test_all_inner_tensors_of_both_are_the_same_ones(tmp_path: Path, has_more: s
     stored, target = (Optional(rows.codes, rows.scale) for rows in map(int8_rows, (1, 2)))
     vars({"stored": stored, "target": target}[has_more])["more"] = torch.ones(3)
     asyncckpt.save(tmp_path, {"w": stored})
-    before = bits(target)
+    before = inner_of(target)
     with pytest.raises(IncompatibleError, match=r"inner tensors are .*'codes'.*'more'|is one tensor"):
         Loader(tmp_path, tensors={"w": target}, strict=strict).load()
-    assert same(bits(target), before)
+    assert same(inner_of(target), before)
 
 
 @pytest.mark.parametrize("sources", [("c", None), ("c", "s"), ("v.scale", "v.codes")])
@@ -433,10 +433,10 @@ def test_ranks_hold_the_same_one_or_are_told(tmp_path: Path, kind: str) -> None:
         return
     save(1, others[kind])
     found = asyncckpt.load(tmp_path)["w"]
-    assert same((found["codes"], found["scale"]), bits(own))
+    assert same((found["codes"], found["scale"]), inner_of(own))
     target = int8_rows(2, rows=900, context=[1])
     Loader(tmp_path, tensors={"w": target}, strict=kind == "alike").load()
-    assert same(bits(target), bits(own))
+    assert same(inner_of(target), inner_of(own))
 
 
 @pytest.mark.parametrize("holder", ["optimizer", "extra state"])

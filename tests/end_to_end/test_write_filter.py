@@ -208,7 +208,7 @@ def table_named(name: str) -> Callable[[Blocks], Blocks]:
         (foreign, "block 'user@id' of another save"),
         (without_ids, "kept block 'user@embedding' of a table without its ids"),
         (twice, "returned block 'user@id' twice"),
-        (replaced("w", 3), "replaced block 'w' by no tensor"),
+        (replaced("w", 3), "replaced block 'w' by something that is not a tensor"),
         (replaced("w", torch.zeros(2, device="meta")), "replaced block 'w' badly"),
         (replaced("user@embedding", torch.zeros(3, 8)), "replaced block 'user@embedding' by another number of rows"),
         (lambda blocks: [b.replace(name="x") if b.tensor_name() == "user@id" else b for b in blocks], "'table@column'"),

@@ -159,7 +159,7 @@ IN_THE_DATA: dict[str, tuple[ExitCode, str, Make]] = {
         file_of(vector=pa.array([[1.0, 2.0, 3.0], [1.0], *[[1.0, 2.0]] * (ROWS - 2)])),
     ),
     "a page with other bytes": (DAMAGED, "is damaged", spoiled(lambda raw: raw[:60] + bytes(9) + raw[69:])),
-    "numbers that are no bfloat16": (DAMAGED, "no bfloat16", thirds),
+    "numbers that are not bfloat16": (DAMAGED, "not bfloat16", thirds),
     "empty lists": (DAMAGED, "of different sizes", file_of(none=pa.array([[]] * ROWS, pa.list_(pa.float32())))),
 }
 

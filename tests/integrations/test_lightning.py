@@ -16,6 +16,7 @@ import asyncckpt
 from asyncckpt.integrations.lightning import AsyncCheckpoint, AsyncCheckpointIO, checkpoint_file
 from tests.integrations.jobs import differences, run_job
 from tests.integrations.lightning_job import STEPS, TwoLayers, batches, held_out, trainer
+from tests.worlds.gates import Gate
 
 KILLED = -signal.SIGKILL
 ENDED = (0, 1, 143, -signal.SIGTERM)  # Lightning says how its process ends behind SIGTERM.
@@ -211,24 +212,8 @@ def test_accumulated_gradients_count_optimizer_steps(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(tmp_path) == [2, 4, 6, 8, 10]
 
 
-class _Gate:
-    """Holds saves back in the background, until it is opened."""
-
-    def __init__(self) -> None:
-        import threading
-
-        self._open = threading.Event()
-
-    def __call__(self, blocks: list[Any]) -> list[Any]:
-        assert self._open.wait(60)
-        return blocks
-
-    def open(self) -> None:
-        self._open.set()
-
-
 def test_nothing_is_removed_before_what_replaces_it_is_durable(tmp_path: Path) -> None:
-    gate, plugin = _Gate(), AsyncCheckpointIO()
+    gate, plugin = Gate(), AsyncCheckpointIO()
     plugin.save_checkpoint({"x": torch.ones(3)}, tmp_path / "old.ckpt")
     plugin.teardown()
     slow = AsyncCheckpointIO(filter_func=gate)
@@ -273,7 +258,7 @@ def test_a_path_that_is_saved_again_keeps_its_newest(tmp_path: Path) -> None:
 
 
 def test_a_link_is_removed_without_what_it_names(tmp_path: Path) -> None:
-    gate, plugin = _Gate(), AsyncCheckpointIO()
+    gate, plugin = Gate(), AsyncCheckpointIO()
     plugin.save_checkpoint({"x": torch.ones(1)}, tmp_path / "best.ckpt")
     plugin.teardown()
     (tmp_path / "last.ckpt").symlink_to("best.ckpt")
@@ -292,7 +277,7 @@ def test_a_link_is_removed_without_what_it_names(tmp_path: Path) -> None:
 
 
 def test_a_path_that_was_to_be_removed_and_is_saved_again_stays(tmp_path: Path) -> None:
-    gate, plugin = _Gate(), AsyncCheckpointIO()
+    gate, plugin = Gate(), AsyncCheckpointIO()
     plugin.save_checkpoint({"value": 1, "x": torch.ones(1)}, tmp_path / "a.ckpt")
     plugin.teardown()
     slow = AsyncCheckpointIO(filter_func=gate)

@@ -86,6 +86,24 @@ def test_a_child_of_a_signal_handler_does_not_wait_for_what_its_parent_awaits(tm
     assert codes == [0]
 
 
+def test_a_child_is_refused_by_a_saver_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of another rank than 0, or in a store. What writes is refused by a lock or a channel, where there is one."""
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.zeros(3)}) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(saver, "_lock", None)
+            child = os.fork()
+            if not child:
+                try:
+                    saver.prepare()
+                except asyncckpt.UsageError as error:
+                    os._exit(0 if "belongs to the parent process" in str(error) else 1)
+                finally:
+                    os._exit(2)
+        assert end_of(child) == 0
+        assert saver.save(2).step == 2
+    assert asyncckpt.list_steps(tmp_path) == [2]
+
+
 def is_in(thread: int, functions: Sequence[str]) -> bool:
     """Return whether a thread is in one of these functions."""
     stack = traceback.walk_stack(sys._current_frames()[thread])

@@ -274,7 +274,7 @@ def audited(kind: str, rank: int, folder: Path) -> None:
         insert(table, IDS[:1])
         if rank == 3:
             tensor[2999] = 1
-        refused(saver, 3, r'tensor \["w"\] has different values on ranks 0 and 3')
+        refused(saver, 3, r"tensor 'w' has different values on ranks 0 and 3")
         tensor[2999] = 0
         saver.save_async(3, kind="delta").result(WAIT_S_MAX)
 
@@ -338,7 +338,7 @@ def modules(rank: int, folder: Path) -> None:
         refused(saver, 1, "'p': ranks 1 and 2 hold the same ids.*rows 10 to 20.*rows 19 to 29")
     rows = FixedTable("p", lambda: {"embedding": whole[: 40 - rank]})
     with saver_of(rank, folder / "sizes", {"p": rows}) as saver:
-        refused(saver, 1, "table p is not the same on ranks 0 and 1.*rows 0 to 39.*rows 0 to 40")
+        refused(saver, 1, "table 'p' is not the same on ranks 0 and 1.*rows 0 to 39.*rows 0 to 40")
 
 
 def tensors(rank: int, folder: Path) -> None:
@@ -378,7 +378,7 @@ def tensors(rank: int, folder: Path) -> None:
             if rank == where:
                 tensor[(-1,) * tensor.dim()] = 7.0
             first = 1 if name == "box" else 0
-            refused(saver, 1, rf'tensor \["{name}".* has different values on ranks {first} and {where}')
+            refused(saver, 1, rf"tensor '{name}.* has different values on ranks {first} and {where}")
             tensor[(-1,) * tensor.dim()] = kept
         saver.save(1)
         state["small"].fill_(float(rank))  # Later ones are looked at with audit only.

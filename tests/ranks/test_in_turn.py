@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.checkpoints import remove
 from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.ranks import in_turn
 from asyncckpt.errors import FilterError, UnsupportedError, UsageError
 from asyncckpt.storage import owner_lock
 from tests.ranks.forked import REPOSITORY
-from tests.worlds.gates import Gate
+from tests.worlds.gates import WAIT_S_MAX, Gate
 
 RANKS = 4
 IN_TURN = asyncckpt.RankOptions(in_turn=True)
@@ -135,6 +137,18 @@ def test_a_part_that_has_not_come_is_named(tmp_path: Path, step: int | None) -> 
     check_loads(tmp_path)
 
 
+def test_who_removes_a_step_in_turn_hears_which_parts_are_missing(tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        save(tmp_path, rank)
+    for rank in (0, 2):
+        save(tmp_path, rank, 2)
+    with pytest.raises(asyncckpt.ConflictError, match=r"step 2 .* in use .*save the parts of ranks 1, 3 first"):
+        remove(tmp_path, [2])
+    for rank in (1, 3):
+        save(tmp_path, rank, 2)
+    assert remove(tmp_path, [2]) == [2]
+
+
 def test_another_number_of_ranks_is_no_part(tmp_path: Path) -> None:
     save(tmp_path, 0)
     tensors = {"x": torch.ones(1)}
@@ -185,6 +199,28 @@ def test_a_save_that_runs_while_its_step_is_given_up_fails(tmp_path: Path) -> No
     assert asyncckpt.list_steps(tmp_path) == []
 
 
+def test_a_part_of_a_step_that_was_given_up_is_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, write = Gate(), in_turn.write_files
+
+    def written(*args: Any) -> Any:
+        files = write(*args)
+        gate()
+        return files
+
+    monkeypatch.setattr(in_turn, "write_files", written)
+    with saver_of(tmp_path, 0, on_busy="queue") as saver:
+        future = saver.save_async(1)
+        assert gate.reached.wait(WAIT_S_MAX)
+        with pytest.raises(asyncckpt.PeerError, match="step 1 was not committed"):
+            saver.save_async(2)
+        gate.open()
+        with pytest.raises(asyncckpt.PeerError, match="step 1 was given up before the part of rank 0"):
+            future.result(WAIT_S_MAX)
+    assert files_of(tmp_path) == []
+
+
 def test_a_call_that_is_refused_may_be_made_again(tmp_path: Path) -> None:
     bad: Any = {"no plain value": object()}
     with saver_of(tmp_path, 0) as saver:
@@ -207,6 +243,14 @@ def test_parts_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     save(tmp_path, 0)
     with pytest.raises(asyncckpt.ConflictError, match=r"weight.*ranks 0 and 1"):
         save(tmp_path, 1, weight=2.0)
+    for rank, rows in enumerate((10, 15)):
+        table = asyncckpt.HashTable("user", 2, replicated=True)
+        table.insert(torch.arange(rows), torch.ones(rows, 2))
+        if rank:
+            with pytest.raises(asyncckpt.ConflictError, match="table 'user' has different rows on ranks 0 and 1"):
+                save(tmp_path, rank, table=table)
+        else:
+            save(tmp_path, rank, table=table)
     save(tmp_path, 0)
     table = asyncckpt.HashTable("user", 2, shard=(0, 20_000, 65_536))
     with pytest.raises(asyncckpt.ConflictError, match="'user'"):
@@ -255,6 +299,27 @@ def test_the_end_of_the_program_names_what_has_not_come(tmp_path: Path) -> None:
     ended = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
     assert "step 1 was not committed: 2 of 4 ranks have not saved their parts: 1, 3" in ended.stderr
     assert asyncckpt.list_steps(tmp_path / "run") == files_of(tmp_path / "run") == []
+
+
+FORKING = (
+    PROGRAM
+    + """
+import os
+if not (child := os.fork()):
+    sys.exit()
+os.waitpid(child, 0)
+for rank in (1, 3):
+    save(Path(sys.argv[1]), rank)
+"""
+)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_the_end_of_a_forked_child_is_not_that_of_a_step(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", FORKING, str(tmp_path / "run")]
+    ended = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+    assert "was not committed" not in ended.stderr
+    assert asyncckpt.list_steps(tmp_path / "run") == [1]
 
 
 def test_what_saves_by_itself_refuses_ranks_in_turn(tmp_path: Path) -> None:

@@ -112,14 +112,18 @@ def test_nothing_of_a_saver_stays_behind_it(tmp_path: Path) -> None:
     assert fences() is None
 
 
-def test_an_optimizer_without_a_hash_steps(world: Stepped) -> None:
+def test_an_optimizer_without_a_hash_steps(world: Stepped, gate: StepGate) -> None:
     class Unhashable(torch.optim.SGD):
         def __eq__(self, other: object) -> bool:
             return self is other
 
     other = Unhashable([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-    world.saver.save_async(1)
-    other.step()
+    values = world.values()
+    with gate.held():
+        future = world.saver.save_async(1)
+        gate.await_copier()
+        other.step()
+    world.check(future, 1, values)
 
 
 class _NoAddress(torch.Tensor):
@@ -155,8 +159,10 @@ def test_optimizers_like_no_others_step(
     world: Stepped, gate: StepGate, make: Callable[[], torch.optim.Optimizer]
 ) -> None:
     other, values = make(), world.values()
-    future = world.saver.save_async(1)
-    other.step()
+    with gate.held():
+        future = world.saver.save_async(1)
+        gate.await_copier()
+        other.step()
     world.check(future, 1, values)
 
 
@@ -167,8 +173,10 @@ def test_optimizers_like_no_others_may_be_waited_for(
     weight, other = torch.nn.Parameter(torch.ones(90)), make()
     device = asyncckpt.DeviceOptions(optimizers=[torch.optim.SGD([weight], lr=1.0), other])
     with asyncckpt.Saver(path=tmp_path, tensors={"weight": weight}, device=device) as saver:
-        future = saver.save_async(1)
-        other.step()
+        with gate.held():
+            future = saver.save_async(1)
+            gate.await_copier()
+            other.step()
         future.result(30)
 
 

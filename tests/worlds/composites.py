@@ -157,7 +157,7 @@ class Momentum8(torch.optim.Optimizer):
 CONTEXT = (Granularity(1, Rounding.NEAREST), {"bits": 8, "kind": torch.int8})
 
 
-def bits(tensor: Any) -> tuple[Any, ...]:
+def inner_of(tensor: Any) -> tuple[Any, ...]:
     return tensor.codes.clone(), tensor.scale.clone()
 
 

@@ -126,8 +126,8 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
 
     @uninterrupted
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Block this thread until the state is captured, or the save has failed: anybody may change it. DeadlineError
-        after `timeout` seconds (None: DEVICE_DEADLINE_S).
+        """Block this thread until the state is captured, or the save has failed. After that, the state may be changed.
+        DeadlineError after `timeout` seconds (None: DEVICE_DEADLINE_S).
 
         A state on the host is captured as soon as save_async has returned, except what only steps of `optimizers=`
         change. Copies of a state on devices may still be on their way then: the streams that save_async knows of wait
@@ -300,7 +300,7 @@ class SaveFuture(CheckpointFuture[SaveResult]):
 
     @uninterrupted
     def wait_uploaded(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is committed and is in the object store of the Saver, too; raise why it is not.
+        """Wait until the checkpoint is committed and is in the object store of the Saver, too, or raise the error.
 
         What was not uploaded stays on the disk, and the next save, or the next Saver, goes on with it. DeadlineError
         after `timeout` seconds (None: SAVE_DEADLINE_S), UsageError for a save that was skipped or has no store.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,6 @@ from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import cause_of
 from asyncckpt.engine.process.background import committer, run_on, workers
 from asyncckpt.engine.process.held_directory import Opened, commits_of, open_alone
-from asyncckpt.engine.ranks.holdings import check_ids_held
 from asyncckpt.engine.ranks.rank_share import RankShare, share_of
 from asyncckpt.engine.ranks.replica_contents import Contents, check_contents, contents_of
 from asyncckpt.engine.ranks.saver_ranks import Ranks
@@ -40,7 +38,6 @@ from asyncckpt.errors import PeerError
 from asyncckpt.format.names import manifest_name
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.write_manifest import encode_part
-from asyncckpt.model.table import IdsHeld
 from asyncckpt.system import register_at_fork
 
 RANKS_SHOWN_MAX = 8
@@ -56,7 +53,6 @@ class _Part:
     metadata: Json
     held: Held
     contents: Contents
-    ids_held: Mapping[str, IdsHeld]
 
 
 @dataclass(eq=False)
@@ -130,7 +126,7 @@ class StepInTurn:
         self._check_goes_on(rank)
         contents = await run_on(workers, contents_of, job, share.replicas)
         held = Held(share.replicas.items, share.replicas.slices)
-        self._check(rank, held, contents, share.ids_held)
+        self._check(rank, held, contents)
         owners = {item.path: self.writers.get(item.path, rank) for item in held.items}
         share.take(job, share.ranks.replicas.written_by_peers(share.replicas, owners, ""))
         transaction = await run_on(committer, self._begun, job)
@@ -139,7 +135,8 @@ class StepInTurn:
         await job.begin_commit()
         self.writers.update(owners)
         self.targets.append(job.target)
-        self.parts[rank] = _Part(written, job.values, job.call.metadata, held, contents, share.ids_held)
+        self.parts[rank] = _Part(written, job.values, job.call.metadata, held, contents)
+        self.claim.missing[:] = self.missing
         if self.missing:
             return Committed(written, transaction.attempt, None, (), waits_for=self.missing)
         self.over = "all parts have come"
@@ -162,13 +159,12 @@ class StepInTurn:
             what = f"step {self.claim.step} was given up before the part of rank {rank} was saved"
             raise PeerError(what, rank=None, cause=self.over)
 
-    def _check(self, rank: int, held: Held, contents: Contents, ids_held: Mapping[str, IdsHeld]) -> None:
+    def _check(self, rank: int, held: Held, contents: Contents) -> None:
         """Raise ConflictError when this rank holds other replicas than those before it, or the same ids."""
         parts = self.parts.items()
         by_rank = {rank: held, **{number: part.held for number, part in parts}}
         listed = [by_rank.get(n, _NOTHING_HELD) for n in range(self.ranks_count)]
         Decisions().decide(listed, {}, is_same=False, are_all=len(by_rank) == self.ranks_count)
-        check_ids_held({**{number: part.ids_held for number, part in parts}, rank: ids_held})
         check_contents({**{number: part.contents for number, part in parts}, rank: contents})
 
     def _begun(self, job: SaveJob) -> Transaction:

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from asyncckpt.arguments import check_int
 from asyncckpt.commit.root import CheckpointRoot
@@ -29,9 +29,6 @@ from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.options import RankOptions
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.folder import check_place
-
-if TYPE_CHECKING:
-    pass
 
 SILENCE_S_MAX = 30.0
 POLL_S = 0.05

@@ -20,7 +20,7 @@ from asyncckpt.coordination.messages import malformed
 from asyncckpt.engine.features.block_choice import planned_blocks, staged_tables
 from asyncckpt.engine.features.row_fingerprints import Selections
 from asyncckpt.engine.ranks.holdings import REPLICA_HINT
-from asyncckpt.engine.ranks.replicas import TABLE_PREFIX, ReplicaList
+from asyncckpt.engine.ranks.replicas import TABLE_PREFIX, ReplicaList, shown_replica
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.errors import ConflictError
 from asyncckpt.format.strict_json import dumps, loads
@@ -135,13 +135,13 @@ def check_contents(by_rank: Mapping[int, Contents]) -> None:
 
 
 def _difference(path: str, rank: int, other: int) -> ConflictError:
+    name = shown_replica(path)
     if path.startswith(TABLE_PREFIX):
-        name = path.removeprefix(TABLE_PREFIX)
-        what = f"table {name!r} has different rows on ranks {rank} and {other}, but a replica must be equal on all"
+        what = f"{name} has different rows on ranks {rank} and {other}, but a replica must be equal on all"
         return ConflictError(what, hint=REPLICA_HINT)
     return ConflictError(
-        f"tensor {path} has different values on ranks {rank} and {other}, but a tensor of the same name must be equal "
-        "on all ranks",
+        f"{name} has different values on ranks {rank} and {other}, but a tensor of the same name must be equal on all "
+        "ranks",
         hint="state of one rank: save it as a plain value; a part of a whole: asyncckpt.Sharded; buffers may differ if "
         "you save the module, not its state_dict()",
     )

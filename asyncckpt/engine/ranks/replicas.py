@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,7 +30,7 @@ from asyncckpt.engine.ranks.holdings import TableSlice, is_replicated, is_whole,
 from asyncckpt.engine.save.state_cut import ByPeers
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.strict_json import Json, dumps, loads
-from asyncckpt.format.tree import VALUE, Path, composites, leaves
+from asyncckpt.format.tree import VALUE, Path, composites, leaves, path_name
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import HoldsRange, Table
 from asyncckpt.plan.state import FlatState
@@ -183,6 +184,16 @@ def _boxes(path: str, spread: Sharded, leaf: int) -> Replica:
     boxes = [(list(begin), list(shape)) for begin, shape in spread.boxes]
     size = sum(piece.tensor.nbytes for piece in spread.pieces)
     return Replica(f"{path} {boxes}", size, f"{spread.dtype} boxes of {list(spread.whole_shape)}", leaf=leaf)
+
+
+def shown_replica(path: str) -> str:
+    """Return the path of a replica for people: "table 'user'", "tensor 'model.weight'"."""
+    if path.startswith(TABLE_PREFIX):
+        return f"table {path.removeprefix(TABLE_PREFIX)!r}"
+    with suppress(ValueError, LookupError, TypeError):  # Another rank may have sent it.
+        keys, end = json.JSONDecoder().raw_decode(path)
+        return f"tensor {path_name(keys)!r}{path[end:]}"
+    return f"tensor {path}"
 
 
 def _buffer_paths(flat: FlatState) -> set[Path]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import xxhash
 
 from asyncckpt.engine.ranks.holdings import TableSlice, check_slices
-from asyncckpt.engine.ranks.replicas import TABLE_PREFIX, Replica
+from asyncckpt.engine.ranks.replicas import TABLE_PREFIX, Replica, shown_replica
 from asyncckpt.errors import ConflictError
 
 DECISIONS_KEPT_MAX = 8
@@ -145,7 +145,7 @@ def different_owners(held: Sequence[Sequence[Replica]]) -> dict[str, int]:
             first = items.setdefault(item.path, item)
             if (first.form, first.by_first) != (item.form, item.by_first):
                 raise ConflictError(
-                    f"{item.path} is not the same on ranks {holders[item.path][0]} and {rank}",
+                    f"{shown_replica(item.path)} is not the same on ranks {holders[item.path][0]} and {rank}",
                     found=item.form,
                     expected=first.form,
                     hint="what belongs to one rank alone is a plain value, or an asyncckpt.Sharded of the whole",

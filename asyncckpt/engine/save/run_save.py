@@ -55,7 +55,7 @@ async def run_save(job: SaveJob) -> None:
         end_save(job, ok=isinstance(committed, Committed))
     finally:
         if isinstance(committed, SkippedByPeer):
-            log_warning("save of step %d was skipped, as rank %s did: %s", job.step, committed.rank, committed.cause)
+            log_warning("save of step %d was skipped by rank %s: %s", job.step, committed.rank, committed.cause)
             job.future.skip(seconds=time.perf_counter() - job.begun, stall_seconds=job.stall_seconds)
         else:
             job.future.resolve(result)

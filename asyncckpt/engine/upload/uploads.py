@@ -128,7 +128,7 @@ class Uploads(SaveFeature):
 
     @uninterrupted
     def wait_for(self, attempt: Attempt, timeout: float) -> None:
-        """Wait until an attempt is uploaded, or raise why it is not. DeadlineError; UsageError in a forked child."""
+        """Wait until an attempt is uploaded, or raise the error. DeadlineError; UsageError in a forked child."""
         what = f"the upload of step {attempt.step} to {self._url!r}"
         if self._is_by_others:
             return self._wait_for_rank_0(attempt, timeout, what)

@@ -145,9 +145,7 @@ class ParquetColumn:
             return values.view(np.uint8).reshape(-1)
         narrow, are_exact = _narrowed(values, dtype_by_name(self.dtype, owner=self.name).dtype)
         if not are_exact:
-            what = (
-                f"{owner} has numbers in column {self.name!r} that are no {self.dtype}, as its metadata says they are"
-            )
+            what = f"{owner} has numbers in column {self.name!r} that are not {self.dtype}, which its metadata declares"
             raise CorruptError(what)
         return narrow
 

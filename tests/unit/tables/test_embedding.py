@@ -208,7 +208,7 @@ def test_foreign_ids_are_refused() -> None:
         module(torch.tensor([2, 3]))
 
 
-NO_OFFSETS = "offsets of a bag lookup in table 'embedding' must be"
+NO_OFFSETS = "offsets for a bag lookup in table 'embedding' must be"
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ NO_OFFSETS = "offsets of a bag lookup in table 'embedding' must be"
         ((torch.tensor([1]), torch.tensor([[0]])), NO_OFFSETS),
         ((torch.tensor([1]), torch.tensor([0.0])), "offsets .* have the wrong dtype, found torch.float32"),
         ((torch.tensor([[1]]), torch.tensor([0])), "offsets .* make no sense"),
-        ((torch.tensor(1),), r"ids of a bag lookup in table 'embedding' must be .*; got \(\)"),
-        (([1],), "ids of a bag lookup in table 'embedding' must be .*; got a list"),
+        ((torch.tensor(1),), r"ids for a bag lookup in table 'embedding' must be .*; got \(\)"),
+        (([1],), "ids for a bag lookup in table 'embedding' must be .*; got a list"),
         (
             (torch.tensor([[1]]), None, torch.ones(1)),
             r"per_sample_weights .* must be of shape \(1, 1\); got \(1,\)",
