@@ -188,7 +188,7 @@ def test_every_pattern_of_narrow_numbers_comes_back(dtype: str) -> None:
     assert np.array_equal(again, widened)
     assert dtype != "bfloat16" or np.array_equal(found, raw)
     wrong = pa.array(np.float32([1.0, 1.0 + 2**-20]))
-    with pytest.raises(CorruptError, match=f"no {dtype}"):
+    with pytest.raises(CorruptError, match=f"not {dtype}"):
         column.to_bytes(wrong, "file")
 
 
