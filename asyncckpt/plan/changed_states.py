@@ -363,12 +363,13 @@ def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def _copied(entries: Mapping[Any, Any]) -> Any:
+def _copied(value: Any) -> Any:
     """Return the state of a parameter for a second one. What stands for a tensor of its form stays so."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) and any(value.stride()) else value
-        for key, value in entries.items()
-    }
+    if isinstance(value, torch.Tensor):
+        return value.clone() if not value.dim() or any(value.stride()) else value
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def _with_shape(
