@@ -202,27 +202,21 @@ class ObjectChecks:
         """Compare what the stored names of parameters belong to with what these are loaded from."""
         if not any("param_names" in group for group in groups):
             return
-        from asyncckpt.plan.which_parameter import names_in
-
-        there, given = names_in(groups), names_in(own.param_groups)
-        paths = [self._parameters.paths(parameter) for group in own.param_groups for parameter in group["params"]]
-        sources = list(map(self._parameters.sources, paths))
-        stored = self._parameters.stored(there, given, paths)
-        if stored is not None:
-            pairs = zip(stored, sources, strict=True)
-            other = [at for at, (path, of) in enumerate(pairs) if of and all(path != each.path for each in of)]
-            before = path_name(stored[0])[: -len(there[0])]
-            names = [path_name(found[0].path).removeprefix(before) if found else "" for found in sources]
-        else:
-            other = [at for at, (name, mine) in enumerate(zip(there, given, strict=False)) if name != mine]
-            names = given
-            if sorted(there) != sorted(given):
+        at = [self._parameters.paths(parameter) for group in own.param_groups for parameter in group["params"]]
+        numbers = self._parameters.numbers(own.param_groups, groups, at)
+        order = [number for group in groups for number in group["params"]]
+        given, there = (
+            [str(name) for group in each for name in group.get("param_names", ())]
+            for each in (own.param_groups, groups)
+        )
+        for index, (number, paths) in enumerate(zip(order, at, strict=True)):
+            if numbers.get(index, number) != number or (index not in numbers and self._parameters.sources(paths)):
+                name = given[index] if given else path_name(paths[0])
+                yield (
+                    f"has its parameters in another order: number {index} is {name!r}, "
+                    f"in the checkpoint {there[index]!r}"
+                )
                 return
-        if other:
-            yield (
-                f"has its parameters in another order: number {other[0]} is {names[other[0]]!r}, "
-                f"in the checkpoint {there[other[0]]!r}"
-            )
 
 
 def _is_known(own: Any) -> bool:

@@ -6,6 +6,10 @@ counted once.
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ import torch
 from torch import nn
 
 import asyncckpt
-from tests.end_to_end.test_changed_optimizers import FAST, State, layer, restore
+from asyncckpt.errors import IncompatibleError
+from tests.end_to_end.test_changed_optimizers import FAST, State, layer, moments, restore, save, sgd
 
 KINDS = {name: getattr(torch.optim, name) for name in ("Adam", "Adagrad", "NAdam", "ASGD", "Rprop")}
 
@@ -60,3 +65,190 @@ def test_two_parameters_that_get_one_state_count_their_own_steps(tmp_path: Path,
             assert value.data_ptr() != second[key].data_ptr(), key
     train(now["o"])
     assert [float(each["step"]) for each in (first, second)] == [4.0, 4.0]
+
+
+# -- another part of the same form -------------------------------------------------------------------------------------
+
+WAYS = "whole", "part", "none"
+# The same names, or none, are those of the same part as before.
+UNKNOWN = ("part", "part"), ("none", "none"), ("none", "whole"), ("none", "part")
+
+
+def of_part(part: str, way: str, key: str = "m", width: int = 2) -> State:
+    """Make an encoder and a decoder of the same form, and an optimizer of one of them."""
+    m = nn.ModuleDict({name: nn.Sequential(layer(), nn.Linear(2, width)) for name in ("enc", "dec")})
+    named = list(m[part].named_parameters(part if way == "whole" else ""))
+    return {key: m, "o": sgd([parameter for _, parameter in named] if way == "none" else named)}
+
+
+@pytest.mark.parametrize("key", ["m", "n"])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("was", "now"), [pair for pair in itertools.product(WAYS, WAYS) if pair not in UNKNOWN])
+def test_a_second_stage_does_not_get_the_moments_of_the_first(
+    tmp_path: Path, was: str, now: str, strict: bool, key: str
+) -> None:
+    save(tmp_path, of_part("enc", was))
+    state = of_part("dec", now, key)
+    before = state[key]["dec"][0].weight.clone()
+    call: State = {"strict": strict, "rename": {} if key == "m" else {"m": "n"}}
+    if strict:
+        with pytest.raises(IncompatibleError, match=r"nothing was changed: .*'o' .* its parameters"):
+            restore(tmp_path, state, **call)
+        assert torch.equal(state[key]["dec"][0].weight, before)
+        return
+    report, told = restore(tmp_path, state, **call)
+    assert moments(state) == [None, None, None]
+    assert told or all(f"o of {key}.dec.{name}" in report.missing for name in ("0.weight", "1.weight", "1.bias"))
+    train(state["o"])
+
+
+@pytest.mark.parametrize("key", ["m", "n"])
+@pytest.mark.parametrize("now", WAYS)
+@pytest.mark.parametrize("was", WAYS)
+def test_a_part_with_a_form_of_its_own_keeps_its_moments(tmp_path: Path, was: str, now: str, key: str) -> None:
+    """However it was named, and is: one of the same form is what makes it unknown."""
+
+    def made(way: str, key: str) -> State:
+        state = of_part("dec", way, key)
+        del state[key]["enc"]
+        return state
+
+    save(tmp_path, made(was, "m"))
+    for strict in (True, False):
+        state = made(now, key)
+        restore(tmp_path, state, strict=strict, rename={} if key == "m" else {"m": "n"})
+        assert moments(state) == [1.0, 2.0, 3.0]
+
+
+class Adversaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = (nn.Sequential(layer(), layer()) for _ in range(2))
+
+    def state(self, *trained: str, is_saved: bool = True) -> State:
+        """Save both under other names than the model has."""
+        o = sgd([pair for pair in self.named_parameters() if pair[0].startswith(trained)])
+        return {"disc": self.discriminator, "o": o} | ({"gen": self.generator} if is_saved else {})
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_names_of_a_model_around_two_are_not_cut_to_those_of_the_other(
+    tmp_path: Path, strict: bool, is_saved: bool
+) -> None:
+    save(tmp_path, Adversaries().state("generator", is_saved=is_saved))
+    state = Adversaries().state("discriminator", is_saved=is_saved)
+    if strict:
+        with pytest.raises(IncompatibleError, match="'o' does not take its state: its parameters are others"):
+            restore(tmp_path, state)
+        return
+    _, told = restore(tmp_path, state, strict=False)
+    assert (moments(state), len(told)) == ([None, None], 1)
+
+
+def test_a_second_one_of_a_model_around_two_is_trained_too(tmp_path: Path) -> None:
+    save(tmp_path, Adversaries().state("generator"))
+    state = Adversaries().state("discriminator", "generator")
+    restore(tmp_path, state, strict=False)
+    assert moments(state) == [1.0, 2.0, None, None]
+
+
+# -- names that are those of two ---------------------------------------------------------------------------------------
+
+
+def with_norms(way: str, *, fc: bool = True) -> State:
+    """A decoder has a norm, and so has the model."""
+    decoder = nn.ModuleDict({"norm": layer(), "fc": layer()} if fc else {"norm": layer()})
+    m = nn.ModuleDict({"norm": layer(), "decoder": decoder})
+    return {"m": m, "o": sgd((m if way == "whole" else decoder).named_parameters())}
+
+
+def test_names_of_the_whole_are_not_taken_for_those_of_a_part(tmp_path: Path) -> None:
+    save(tmp_path, with_norms("whole"))
+    state = with_norms("part")
+    report, told = restore(tmp_path, state, strict=False)
+    assert (moments(state), report.missing, told) == ([2.0, 3.0], (), [])
+    train(state["o"])
+
+
+def test_names_of_a_part_are_not_taken_for_those_of_the_whole(tmp_path: Path) -> None:
+    save(tmp_path, with_norms("part"))
+    state = with_norms("whole")
+    report, _ = restore(tmp_path, state, strict=False)
+    assert moments(state) == [None, 1.0, 2.0]
+    assert "o of m.norm.weight" in report.missing
+
+
+def test_numbers_of_another_slice_are_not_believed(tmp_path: Path) -> None:
+    """Each slice of a list numbers its modules anew, so "0" is another one."""
+
+    def made(count: int) -> State:
+        m = nn.ModuleList([layer() for _ in range(4)])
+        return {"m": m, "o": sgd(m[-count:].named_parameters())}
+
+    save(tmp_path, made(2))
+    state = made(3)
+    _, told = restore(tmp_path, state, strict=False)
+    assert (moments(state), len(told)) == ([None, None, None], 1)
+
+
+def test_names_of_two_parts_are_not_taken_for_those_of_others(tmp_path: Path) -> None:
+    def made(*parts: str, more: bool) -> State:
+        m = nn.ModuleDict({name: nn.Sequential(layer(), layer()) for name in ("enc", "dec")} | {"head": layer()})
+        named = [pair for part in parts for pair in m[part].named_parameters()]
+        return {"m": m, "o": sgd([*named, *([("new", m["enc"][1].weight)] if more else [])])}
+
+    save(tmp_path, made("enc", "head", more=False))
+    state = made("dec", "head", more=True)
+    _, told = restore(tmp_path, state, strict=False)
+    assert (moments(state), len(told)) == ([None] * 4, 1)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("named", ["net", "0"])
+def test_a_key_that_is_renamed_changes_no_names_in_it(tmp_path: Path, named: str, strict: bool) -> None:
+    """One name is the end of another one."""
+
+    def made(key: str, name: str) -> State:
+        m = nn.ModuleDict({"0": layer(), "net": nn.ModuleDict({"0": layer()})})
+        return {key: m, "o": sgd([pair for pair in m.named_parameters() if pair[0].startswith(name)])}
+
+    save(tmp_path, made("m", "0"))
+    state = made("other", named)
+    if strict and named == "net":
+        with pytest.raises(IncompatibleError, match=r"'o' .*its parameters are others"):
+            restore(tmp_path, state, rename={"m": "other"})
+        return
+    restore(tmp_path, state, strict=strict, rename={"m": "other"})
+    assert moments(state) == [None if named == "net" else 1.0]
+
+
+WITH_MODULE = """
+import sys, torch, asyncckpt
+from torch import nn
+def made():
+    def net():
+        return {"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)}
+    m = nn.ModuleDict({"module": nn.ModuleDict(net()), **net()})
+    parts = [[pair for pair in m.named_parameters() if pair[0].startswith("module.") == first] for first in (1, 0)]
+    return {"m": m, "o": torch.optim.Adam(parts[0]), "p": torch.optim.Adam(parts[1])}
+was = made()
+for name, number in (("o", 1.0), ("p", 2.0)):
+    for each in was[name].param_groups[0]["params"]:
+        each.grad = torch.full_like(each, number)
+    was[name].step()
+asyncckpt.save(sys.argv[1], was, 0)
+for call in ({}, {"strict": False}, {"strict": False, "resize": ["m.head"]}):
+    now = made()
+    asyncckpt.Loader(sys.argv[1], tensors=now, **call).load()
+    for name in "op":
+        for a, b in zip(*(each[name].param_groups[0]["params"] for each in (was, now))):
+            assert torch.equal(was[name].state[a]["exp_avg"], now[name].state[b]["exp_avg"]), (call, name)
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_module_that_is_called_as_a_wrapper_is_keeps_its_moments(tmp_path: Path, seed: int) -> None:
+    """Under each order of sets."""
+    env = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    subprocess.run([sys.executable, "-c", WITH_MODULE, str(tmp_path)], env=env, check=True, timeout=120)
