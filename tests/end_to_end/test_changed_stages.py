@@ -10,16 +10,30 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import asyncckpt
 from asyncckpt.errors import IncompatibleError
-from tests.end_to_end.test_changed_optimizers import FAST, State, layer, moments, restore, save, sgd
+from asyncckpt.trainer_state import StepCounter, TrainerState
+from tests.end_to_end.test_changed_optimizers import (
+    FAST,
+    State,
+    layer,
+    layers,
+    moments,
+    of,
+    parameters_of,
+    restore,
+    save,
+    sgd,
+)
 
 KINDS = {name: getattr(torch.optim, name) for name in ("Adam", "Adagrad", "NAdam", "ASGD", "Rprop")}
 
@@ -252,3 +266,126 @@ def test_a_module_that_is_called_as_a_wrapper_is_keeps_its_moments(tmp_path: Pat
     """Under each order of sets."""
     env = {**os.environ, "PYTHONHASHSEED": str(seed)}
     subprocess.run([sys.executable, "-c", WITH_MODULE, str(tmp_path)], env=env, check=True, timeout=120)
+
+
+# -- schedules, and what is in a TrainerState --------------------------------------------------------------------------
+
+SCHEDULES = {
+    "step": lambda it: lr_scheduler.StepLR(it, 30, 0.1),
+    "exponential": lambda it: lr_scheduler.ExponentialLR(it, 0.99),
+    "milestones": lambda it: lr_scheduler.MultiStepLR(it, [10, 20], 0.5),
+    "sequence": lambda it: lr_scheduler.SequentialLR(it, [lr_scheduler.LinearLR(it), lr_scheduler.StepLR(it, 9)], [1]),
+}
+HOLDERS: dict[str, Callable[[Any, Any], Any]] = {
+    "sequence": lambda it, make: lr_scheduler.SequentialLR(it, [lr_scheduler.LinearLR(it), make(it)], [1]),
+    "chain": lambda it, make: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(it), make(it)]),
+    "trainer": lambda it, make: TrainerState(schedule=make(it)),
+    "plain": lambda it, make: make(it),
+}
+
+
+def scheduled(holder: str, kind: str) -> State:
+    m = layer()
+    o = torch.optim.SGD(m.named_parameters(), lr=1.0, momentum=0.9)
+    return {"m": m, "o": o, "s": HOLDERS[holder](o, SCHEDULES[kind])}
+
+
+def facts_of(schedule: Any) -> Any:
+    return {key: value for key, value in schedule.state_dict().items() if key != "rng"}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("was", SCHEDULES)
+@pytest.mark.parametrize("now", SCHEDULES)
+def test_a_schedule_inside_of_something_does_not_take_the_state_of_another_class(
+    tmp_path: Path, now: str, was: str, holder: str
+) -> None:
+    before = scheduled(holder, was)
+    if holder == "plain":  # Saved as a dict, which says nothing of its class.
+        before["s"] = before["s"].state_dict()
+    save(tmp_path, before)
+    state = scheduled(holder, now)
+    wanted = facts_of(before["s"] if was == now and holder != "plain" else state["s"])
+    if was == now:
+        restore(tmp_path, state)
+        assert facts_of(state["s"]) == (wanted if holder != "plain" else before["s"])
+        return
+    weight = state["m"].weight.clone()
+    with pytest.raises(IncompatibleError, match=r"nothing was changed.*the checkpoint has the state of another class"):
+        restore(tmp_path, state)
+    assert torch.equal(state["m"].weight, weight)
+    report, told = restore(tmp_path, state, strict=False)
+    assert (facts_of(state["s"]), len(told)) == (wanted, 1)
+    assert report.missing == ("s.schedule" if holder == "trainer" else "s",)
+    assert moments(state) == [1.0]
+
+
+@pytest.mark.parametrize("change", ["a layer more", "other groups", "nothing"])
+def test_a_schedule_in_a_trainer_state_stays_with_its_optimizer(tmp_path: Path, change: str) -> None:
+    def made(layers_count: int, *, is_divided: bool = False, named: bool = True) -> tuple[State, Any]:
+        m = nn.Sequential(*(layer() for _ in range(layers_count)))
+        parameters: Any = list(m.named_parameters() if named else m.parameters())
+        groups = [{"params": [each]} for each in parameters] if is_divided else parameters
+        o = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+        schedule = lr_scheduler.StepLR(o, 1, 0.5)
+        return {"m": m, "o": o, "t": TrainerState(StepCounter(), schedule=schedule)}, schedule
+
+    was, stepped = made(2, named=change == "other groups")
+    was["t"].step.advance()
+    for _ in range(4):
+        was["o"].step()
+        stepped.step()
+    with asyncckpt.Checkpointer(tmp_path, every=1, options=FAST, **was) as ckpt:
+        ckpt.step(0)
+    is_divided, named = change == "other groups", change != "nothing"
+    state, schedule = made(3 if change == "a layer more" else 2, is_divided=is_divided, named=named)
+    before = schedule.state_dict()
+    report, told = restore(tmp_path, state, strict=False)
+    assert int(state["t"].step) == 1, "the rest of it is loaded"
+    assert schedule.state_dict() == (stepped.state_dict() if change == "nothing" else before)
+    if change == "nothing":
+        return
+    assert "t.schedule" in report.missing
+    assert any("'t.schedule' is of an optimizer that" in each for each in told)
+    assert [group["lr"] for group in state["o"].param_groups] == [1.0] * len(state["o"].param_groups)
+
+
+def test_an_optimizer_in_a_trainer_state_goes_by_names_too(tmp_path: Path) -> None:
+    def made(names: str) -> tuple[State, torch.optim.Optimizer]:
+        m = layers(names)
+        o = sgd(m.named_parameters())
+        return {"m": m, "t": TrainerState(o=o)}, o
+
+    was, o = made("ab")
+    for number, parameter in enumerate(parameters_of(o), 1):
+        parameter.grad = torch.full_like(parameter, float(number))
+    o.step()
+    with asyncckpt.Checkpointer(tmp_path, every=1, options=FAST, **was) as ckpt:
+        ckpt.step(0)
+    state, o = made("ba")
+    before = state["m"]["a"].weight.clone()
+    with pytest.raises(IncompatibleError, match=r"'t.o' has its parameters in another order"):
+        restore(tmp_path, state)
+    assert torch.equal(state["m"]["a"].weight, before)
+    state, o = made("bca")
+    report, told = restore(tmp_path, state, strict=False)
+    assert moments({"o": o}) == [2.0, None, 1.0]
+    assert (sorted(report.missing), told) == (["m.c.weight", "t.o of m.c.weight"], [])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("other", [nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 2))])
+def test_a_module_in_a_trainer_state_that_does_not_fit_is_known_before(
+    tmp_path: Path, other: nn.Module, strict: bool
+) -> None:
+    save(tmp_path, {**of(layers("a")), "t": TrainerState(StepCounter(7), average=nn.Linear(2, 2))})
+    state = {**of(layers("a")), "t": TrainerState(average=other)}
+    before, average = state["m"]["a"].weight.clone(), [each.clone() for each in other.parameters()]
+    if strict:
+        with pytest.raises(IncompatibleError, match=r"nothing was changed: 't.average' "):
+            restore(tmp_path, state)
+        assert torch.equal(state["m"]["a"].weight, before)
+        return
+    report, told = restore(tmp_path, state, strict=False)
+    assert (report.missing, len(told), int(state["t"].step)) == (("t.average",), 1, 7)
+    assert all(map(torch.equal, other.parameters(), average))
