@@ -39,6 +39,9 @@ OfTable = tuple[frozenset[str], str, tuple[str, ...]]  # Its columns, its name a
 # What the elements begin with that a moment of a resized parameter gets: 0, or this option of the group.
 _BEGINS_WITH = {"sum": "initial_accumulator_value", "step_size": "lr"}
 
+# Options without which a state has less in it.
+_NEEDS_STATE = ("amsgrad", "centered", "momentum")
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -254,11 +257,8 @@ class _OfTorch:
         was = [next((each.shape for each in found if each.shape != shape), shape) for found, shape in pairs]
         if is_same and was == shapes and not changed._changes.names.new:
             return stored
-        if (
-            changed._strict
-            and not is_same
-            and (len(numbers) != len(order) or not changed._parameters.are_others(self._paths))
-        ):
+        is_renamed = len(numbers) == len(order) and changed._parameters.are_others(self._paths)
+        if changed._strict and not is_same and not is_renamed:
             raise UsageError("its parameters are others, or in another order, than those that were saved")
         is_lbfgs = isinstance(self._item.owner, torch.optim.LBFGS)  # It has one state for all of them.
         if (is_lbfgs or not self._is_whole) and (was != shapes or not is_same):
@@ -280,7 +280,9 @@ class _OfTorch:
                 paths = self._paths[number]
                 known = path_name(paths[0]) if paths else f"parameter {number}"
                 changed._missing[f"{path_name(self._item.path)} of {known}"] = None
-        return {**stored, "state": state, "param_groups": list(self._groups(own["param_groups"], groups, numbers))}
+        fitted = list(self._groups(own["param_groups"], groups, numbers))
+        self._check_options([group for group in fitted for _ in group["params"]], groups, numbers, state.keys())
+        return {**stored, "state": state, "param_groups": fitted}
 
     def _groups(self, own: list[Any], stored: list[Any], numbers: Mapping[int, Any]) -> Iterator[dict[str, Any]]:
         """Yield the groups of an optimizer, with the options of the stored ones whose parameters they have."""
@@ -291,6 +293,21 @@ class _OfTorch:
                 self._changed.regrouped.add(id(self._item.owner))
             options = {} if was is None else {key: value for key, value in stored[was].items() if key != "param_names"}
             yield {**group, **options, "params": group["params"]}
+
+    def _check_options(
+        self, now: Sequence[Mapping[str, Any]], stored: list[Any], numbers: Mapping[int, Any], filled: Collection[Any]
+    ) -> None:
+        """Raise UsageError where a parameter gets a state in which a group's option needs more than was saved.
+
+        now: the group of each parameter.
+        """
+        if isinstance(self._item.owner, torch.optim.SGD):  # It makes what is not there.
+            return
+        was = {number: group for group in stored for number in group["params"]}
+        for at, number in numbers.items():
+            for option in _NEEDS_STATE if at in filled else ():
+                if now[at].get(option) and not was[number].get(option):
+                    raise UsageError(f"its option {option!r} needs a state that was not saved, for it was off then")
 
 
 class _Groups:

@@ -389,3 +389,34 @@ def test_a_module_in_a_trainer_state_that_does_not_fit_is_known_before(
     report, told = restore(tmp_path, state, strict=False)
     assert (report.missing, len(told), int(state["t"].step)) == (("t.average",), 1, 7)
     assert all(map(torch.equal, other.parameters(), average))
+
+
+# -- options that need more state --------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, tuple[Any, State]] = {
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "centered": (torch.optim.RMSprop, {"centered": True}),
+    "momentum": (torch.optim.RMSprop, {"momentum": 0.9}),
+    "momentum, which is made": (torch.optim.SGD, {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("off", [True, False])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_an_option_of_other_groups_that_needs_more_state_is_no_error_of_the_next_step(
+    tmp_path: Path, case: str, off: bool
+) -> None:
+    """Switched on, or off: then more was saved than is needed."""
+    kind, options = OPTIONS[case]
+    m = layers("ab")
+    begin(tmp_path, {"m": m, "o": kind(m.named_parameters(), **({} if off else options))})
+    m = layers("ab")
+    groups = [{"params": [pair]} for pair in m.named_parameters()]
+    o = kind(groups, **(options if off else {}))
+    report, told = restore(tmp_path, {"m": m, "o": o}, strict=False)
+    stays = off and kind is not torch.optim.SGD
+    assert (report.missing, len(told)) == ((("o",), 1) if stays else ((), 0))
+    assert not stays or f"'o' does not take its state: its option {case!r} needs" in told[0]
+    train(o)
+    if kind is not torch.optim.SGD:
+        assert [float(each["step"]) for each in o.state.values()] == [2.0 if stays else 4.0] * 2
