@@ -307,7 +307,7 @@ class _OfTorch:
         for at, number in numbers.items():
             for option in _NEEDS_STATE if at in filled else ():
                 if now[at].get(option) and not was[number].get(option):
-                    raise UsageError(f"its option {option!r} needs a state that was not saved, for it was off then")
+                    raise UsageError(f"its option {option!r} was off, so that its state was not saved")
 
 
 class _Groups:

@@ -235,13 +235,10 @@ class ObjectChecks:
         at = [self._parameters.paths(parameter) for group in own.param_groups for parameter in group["params"]]
         numbers = self._parameters.numbers(own.param_groups, groups, at)
         order = [number for group in groups for number in group["params"]]
-        given, there = (
-            [str(name) for group in each for name in group.get("param_names", ())]
-            for each in (own.param_groups, groups)
-        )
+        there = [name for group in groups for name in group.get("param_names", ())]
         for index, (number, paths) in enumerate(zip(order, at, strict=True)):
             if numbers.get(index, number) != number or (index not in numbers and self._parameters.sources(paths)):
-                name = given[index] if given else path_name(paths[0])
+                name = there[order.index(numbers[index])] if index in numbers else path_name(paths[0])
                 yield (
                     f"has its parameters in another order: number {index} is {name!r}, "
                     f"in the checkpoint {there[index]!r}"
@@ -374,7 +371,10 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str], more: tuple[s
     if not isinstance(stored, Mapping):
         yield "is a scheduler, and no state of one was saved"
         return
-    public = [{key for key in item if not str(key).startswith("_")} - _NOT_ALWAYS for item in (state, stored)]
+    public = [
+        {key for key in item if key == "_schedulers" or not str(key).startswith("_")} - _NOT_ALWAYS
+        for item in (state, stored)
+    ]
     if other := _other_class(own, classes, public[0] - public[1], public[1] - public[0]):
         yield other
         return
