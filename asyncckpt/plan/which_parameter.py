@@ -5,11 +5,11 @@ alone (`param_names`): as the program gave them, of one module or of one around 
 
 1. Names here that are ends of the paths of their parameters, all after one beginning, tell how the program names. The
    stored ones are believed after the same beginning; or, where they do not lead to stored tensors there, after the only
-   other one where all of them do. Names of a module around what is saved are cut first, as the names here are.
-2. Without names here, stored ones are believed after the only beginning where they lead to stored tensors at all, if
-   these are just those that the parameters are loaded from.
-3. Otherwise a name that both have is believed of what is stored nowhere else; and without names here, or with the same
-   ones, the numbers are, as in torch, if no stored name contradicts them.
+   other one where all of them do. Names of a module around what is saved are cut before, as the names here are.
+2. Without such names here, stored ones are believed after the only beginning where they lead to stored tensors at all,
+   if these are just those that the parameters are loaded from.
+3. Otherwise a name that both have is believed unless it is one of other stored tensors; and where both have the same
+   names, or one has none, the numbers are, as in torch, if no stored name contradicts them.
 
 What none of these tells is refused.
 """
@@ -144,32 +144,33 @@ class Parameters:
         sources: Sequence[Sequence[StoredDense]],
     ) -> tuple[Sequence[Path] | None, bool]:
         """Return the stored tensors that names belong to, by their paths now, None if they do not tell; and whether
-        the names here are after the same beginning.
+        the names here may be after the same beginning.
 
-        Names are taken as they are, and then without what may be a wrapper's.
+        Names are taken as they are, and without what may be a wrapper's.
         """
+        candidates, are_ends = set[tuple[Path, ...]](), False
         for text in (str, bare_name):
             names, own = list(map(text, names)), list(map(text, own))
             if len(set(names)) < len(names):
                 break
             found = self._candidates(names, text)
+            candidates.update(found.values())
             told = [(name, paths) for name, paths in zip(own, at, strict=False) if paths]
-            if here := _beginnings(told, "", text):
-                if (same := self._after(here, found, text)) is not None:
+            here = _beginnings(told, "", text)
+            are_ends = are_ends or bool(here)
+            if (same := self._after(here, found, text)) is not None:
+                return same, True
+            for begin in _begins_of_all(names) if own and not here else ():
+                here = _beginnings(told, begin, text)
+                rest = self._candidates([name[len(begin) :] for name in names], text) if here else {}
+                if (same := self._after(here, rest, text)) is not None:
                     return same, True
-                if found:
-                    return (next(iter(found.values())) if len(found) == 1 else None), False
-            elif own:
-                for begin in _begins_of_all(names):
-                    rest = [name[len(begin) :] for name in names]
-                    here = _beginnings(told, begin, text)
-                    if here and (same := self._after(here, self._candidates(rest, text), text)) is not None:
-                        return same, True
-            elif found:
-                just = set(next(iter(found.values())))
-                of = [{source.path for source in each} for each in sources]
-                is_it = len(found) == 1 and just <= set().union(*of) and all(map(just.intersection, of))
-                return (next(iter(found.values())) if is_it else None), False
+        only = next(iter(candidates)) if len(candidates) == 1 else None
+        if are_ends:
+            return only, not candidates
+        of = [{source.path for source in each} for each in sources]
+        if only is not None and set().union(*of).issuperset(only) and all(map(set(only).intersection, of)):
+            return only, False
         return None, True
 
     def _after(

@@ -268,6 +268,24 @@ def test_a_module_that_is_called_as_a_wrapper_is_keeps_its_moments(tmp_path: Pat
     subprocess.run([sys.executable, "-c", WITH_MODULE, str(tmp_path)], env=env, check=True, timeout=120)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("now", ["module.", ""])
+@pytest.mark.parametrize("was", ["module.", ""])
+def test_names_of_a_wrapper_are_not_those_of_an_average_that_is_one_too(
+    tmp_path: Path, was: str, now: str, strict: bool
+) -> None:
+    """DDP and an average of the weights both call what they wrap `module`."""
+
+    def made(names: str, prefix: str) -> State:
+        m = layers(names)
+        return {"m": m, "average": torch.optim.swa_utils.AveragedModel(m), "o": sgd(m.named_parameters(prefix))}
+
+    save(tmp_path, made("ab", was.rstrip(".")))
+    state = made("ab" if strict else "bca", now.rstrip("."))
+    restore(tmp_path, state, strict=strict)
+    assert moments(state) == ([1.0, 2.0] if strict else [2.0, None, 1.0])
+
+
 # -- schedules, and what is in a TrainerState --------------------------------------------------------------------------
 
 SCHEDULES = {
