@@ -97,6 +97,8 @@ class Parameters:
         numbers = [number for group in groups for number in group["params"]]
         sources = list(map(self.sources, at))
         there, given = _names_in(groups), _names_in(own)
+        if len(set(given)) < len(given) and _bare(given) != _bare(there):  # They tell as much as none.
+            given = []
         is_same = sizes_of(own) == sizes_of(groups) and (not (there and given) or _bare(there) == _bare(given))
         are_loaded = all(found for found, paths in zip(sources, at, strict=True) if paths)
         are_unique = all(len(set(names)) == len(names) for names in (there, given))
