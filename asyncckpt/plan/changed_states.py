@@ -257,7 +257,7 @@ class _OfTorch:
         was = [next((each.shape for each in found if each.shape != shape), shape) for found, shape in pairs]
         if is_same and was == shapes and not changed._changes.names.new:
             return stored
-        is_renamed = len(numbers) == len(order) and changed._parameters.are_others(self._paths)
+        is_renamed = len(numbers) == len(order) == len(shapes) and changed._parameters.are_others(self._paths)
         if changed._strict and not is_same and not is_renamed:
             raise UsageError("its parameters are others, or in another order, than those that were saved")
         is_lbfgs = isinstance(self._item.owner, torch.optim.LBFGS)  # It has one state for all of them.
@@ -266,11 +266,15 @@ class _OfTorch:
         # What is under a text is of no parameter.
         state: dict[Any, Any] = {key: value for key, value in stored["state"].items() if type(key) is str}
         named, taken = [group for group in own["param_groups"] for _ in group["params"]], set[Any]()
+        fitted = list(self._groups(own["param_groups"], groups, numbers))
+        now, then = ([group for group in each for _ in group["params"]] for each in (fitted, groups))
+        of = dict(zip(order, then, strict=True))
         for number, (before, shape) in enumerate(zip(was, shapes, strict=True)):
             entries = stored["state"].get(numbers.get(number))
             if entries is not None and before != shape:
                 entries = _with_shape(entries, before, shape, named[number])
             if entries is not None:
+                self._check_options(now[number], of[numbers[number]])
                 state[number] = _copied(entries) if numbers[number] in taken else entries
                 taken.add(numbers[number])
                 continue
@@ -280,8 +284,6 @@ class _OfTorch:
                 paths = self._paths[number]
                 known = path_name(paths[0]) if paths else f"parameter {number}"
                 changed._missing[f"{path_name(self._item.path)} of {known}"] = None
-        fitted = list(self._groups(own["param_groups"], groups, numbers))
-        self._check_options([group for group in fitted for _ in group["params"]], groups, numbers, state.keys())
         return {**stored, "state": state, "param_groups": fitted}
 
     def _groups(self, own: list[Any], stored: list[Any], numbers: Mapping[int, Any]) -> Iterator[dict[str, Any]]:
@@ -294,20 +296,11 @@ class _OfTorch:
             options = {} if was is None else {key: value for key, value in stored[was].items() if key != "param_names"}
             yield {**group, **options, "params": group["params"]}
 
-    def _check_options(
-        self, now: Sequence[Mapping[str, Any]], stored: list[Any], numbers: Mapping[int, Any], filled: Collection[Any]
-    ) -> None:
-        """Raise UsageError where a parameter gets a state in which a group's option needs more than was saved.
-
-        now: the group of each parameter.
-        """
-        if isinstance(self._item.owner, torch.optim.SGD):  # It makes what is not there.
-            return
-        was = {number: group for group in stored for number in group["params"]}
-        for at, number in numbers.items():
-            for option in _NEEDS_STATE if at in filled else ():
-                if now[at].get(option) and not was[number].get(option):
-                    raise UsageError(f"its option {option!r} was off, so that its state was not saved")
+    def _check_options(self, now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+        """Raise UsageError if a group has options that need more state than one had."""
+        for option in _NEEDS_STATE:  # SGD makes what is not there.
+            if now.get(option) and not then.get(option) and not isinstance(self._item.owner, torch.optim.SGD):
+                raise UsageError(f"its option {option!r} was off, so that its state was not saved")
 
 
 class _Groups:

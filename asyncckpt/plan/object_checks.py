@@ -14,7 +14,6 @@ were: one may have been made before its optimizer got the last ones.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -311,13 +310,6 @@ def _options(own: torch.optim.Optimizer, groups: list[Any]) -> tuple[set[str], s
     return set(own.defaults) - set(groups[0]), set(groups[0]) - set(own.param_groups[0])
 
 
-def _options_of_torch() -> set[str]:
-    """Return the options that any of torch's optimizers has."""
-    found = [each for each in vars(torch.optim).values() if isinstance(each, type)]
-    kinds = [each for each in found if issubclass(each, torch.optim.Optimizer)]
-    return {name for each in kinds for name in inspect.signature(each).parameters}
-
-
 def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown: set[str]) -> str | None:
     """Return that a state is one of another class, with other options; None: it is not, or nobody can tell.
 
@@ -329,17 +321,16 @@ def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown:
     base = next(base for base in CLASSES_OF if isinstance(own, base))
     ours, theirs = (next((name for name in item if is_torchs(name, base)), None) for item in (names, classes))
     is_scheduler, is_torchs_own = base is lr_scheduler.LRScheduler, bool(names) and ours == names[0]
-    never_gone = unknown & ({"amsgrad"} | _options_of_torch() - _MAY_DIFFER) if not (classes or is_scheduler) else ()
+    is_adams = "amsgrad" in unknown  # No version of torch has taken it from a class.
     lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER
     # One within another object, or a plain state dict, is stored without its classes: what torch's own ones always have
     # tells whether it is the one that is here.
-    is_known = is_torchs_own and not classes and ((is_scheduler and (lacking or unknown)) or never_gone)
+    is_known = is_torchs_own and not classes and ((is_scheduler and (lacking or unknown)) or is_adams)
     is_foreign = is_scheduler and (classes or not is_torchs_own)
     if not (ours and theirs) and not is_known and (is_foreign or not (lacking and unknown)):
         return None
     saved = f"state of {next(iter(classes))!r}" if classes else "state of another class"
-    other = sorted(lacking | unknown | set(never_gone))
-    differ = f", which differs in {other}" if other else ""
+    differ = f", which differs in {sorted(lacking | unknown)}" if lacking or unknown else ""
     return f"is of class {names[0]!r}, the checkpoint has the {saved}{differ}"
 
 

@@ -102,7 +102,7 @@ class Parameters:
         is_same = sizes_of(own) == sizes_of(groups) and (not (there and given) or _bare(there) == _bare(given))
         are_loaded = all(found for found, paths in zip(sources, at, strict=True) if paths)
         are_unique = all(len(set(names)) == len(names) for names in (there, given))
-        stored, is_alike = self._stored(there, given, at, sources) if there and are_unique else (None, True)
+        stored, is_alike = self._stored(there, given, at) if there and are_unique else (None, True)
         there, given = _bare(there), _bare(given)
         by_name = dict(zip(there, numbers, strict=True)) if there and given and are_unique and is_alike else {}
         if stored is not None:
@@ -139,11 +139,7 @@ class Parameters:
         return any(of and not any(source.path in paths for source in of) for paths, of in found)
 
     def _stored(
-        self,
-        names: Sequence[str],
-        own: Sequence[str],
-        at: Sequence[Sequence[Path]],
-        sources: Sequence[Sequence[StoredDense]],
+        self, names: Sequence[str], own: Sequence[str], at: Sequence[Sequence[Path]]
     ) -> tuple[Sequence[Path] | None, bool]:
         """Return the stored tensors that names belong to, by their paths now, None if they do not tell; and whether
         the names here may be after the same beginning.
@@ -170,7 +166,7 @@ class Parameters:
         only = next(iter(candidates)) if len(candidates) == 1 else None
         if are_ends:
             return only, not candidates
-        of = [{source.path for source in each} for each in sources]
+        of = [{source.path for source in self.sources(paths)} for paths in at]
         if only is not None and set().union(*of).issuperset(only) and all(map(set(only).intersection, of)):
             return only, False
         return None, True
@@ -196,14 +192,12 @@ class Parameters:
         """
         leads = self._leads(names, bare_name)
         for name, of in zip(names, sources, strict=False):
-            there = {path for paths in leads[name].values() for path in paths}
-            if of and name and there:
-                if not there <= {path for source in of for path in (source.path, *self._tied(source))}:
-                    return False
-            elif of and name and not is_named:
-                olds = [bare_name(path_name(self._was.get(each.path, each.path))) for each in of]
-                if not any(f".{name}".endswith(f".{old}") for old in olds):
-                    return False
+            there = set().union(*leads[name].values())
+            mine = {path for source in of for path in (source.path, *self._tied(source))}
+            olds = [bare_name(path_name(self._was.get(each.path, each.path))) for each in of]
+            is_longer = is_named or any(f".{name}".endswith(f".{old}") for old in olds)
+            if of and name and not (there <= mine if there else is_longer):
+                return False
         return True
 
     def _tied(self, source: StoredDense) -> Sequence[Path]:
