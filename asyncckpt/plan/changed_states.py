@@ -27,18 +27,20 @@ from asyncckpt.errors import UsageError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Path, descend, kinds_in, leaves, path_name, tensor_paths
 from asyncckpt.format.values import COMPOSITE
-from asyncckpt.plan.contents import Contents, StoredDense
+from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_targets import Rebuilt
 from asyncckpt.plan.object_checks import is_optimizer_state, loads_as
 from asyncckpt.plan.rename import Names
 from asyncckpt.plan.state import flatten
-from asyncckpt.plan.which_parameter import Parameters, names_in
+from asyncckpt.plan.which_parameter import Parameters, sizes_of
 
 Fit = Callable[[Any], Any]
 OfTable = tuple[frozenset[str], str, tuple[str, ...]]  # Its columns, its name as a target, and what it is loaded from.
 # What the elements begin with that a moment of a resized parameter gets: 0, or this option of the group.
 _BEGINS_WITH = {"sum": "initial_accumulator_value", "step_size": "lr"}
-_HINT = "make optimizers of named_parameters(), before the model changes"
+
+# Options without which a state has less in it.
+_NEEDS_STATE = ("amsgrad", "centered", "momentum")
 
 
 @dataclass(frozen=True)
@@ -247,15 +249,16 @@ class _OfTorch:
     def __call__(self, stored: Any) -> Any:
         changed, own, groups = self._changed, self._item.owner.state_dict(), stored["param_groups"]
         sources = list(map(changed._parameters.sources, self._paths))
-        numbers = self._numbers(own["param_groups"], groups, sources)
+        numbers = changed._parameters.numbers(own["param_groups"], groups, self._paths)
         order = [number for group in groups for number in group["params"]]
-        is_same = _sizes(own["param_groups"]) == _sizes(groups) and list(numbers.values()) == order
+        is_same = sizes_of(own["param_groups"]) == sizes_of(groups) and list(numbers.values()) == order
         shapes = [tuple(parameter.shape) for parameter in self._parameters]
         pairs = zip(sources, shapes, strict=True)
         was = [next((each.shape for each in found if each.shape != shape), shape) for found, shape in pairs]
         if is_same and was == shapes and not changed._changes.names.new:
             return stored
-        if changed._strict and not is_same and (len(numbers) != len(order) or not self._are_others(sources)):
+        is_renamed = len(numbers) == len(order) == len(shapes) and changed._parameters.are_others(self._paths)
+        if changed._strict and not is_same and not is_renamed:
             raise UsageError("its parameters are others, or in another order, than those that were saved")
         is_lbfgs = isinstance(self._item.owner, torch.optim.LBFGS)  # It has one state for all of them.
         if (is_lbfgs or not self._is_whole) and (was != shapes or not is_same):
@@ -263,11 +266,15 @@ class _OfTorch:
         # What is under a text is of no parameter.
         state: dict[Any, Any] = {key: value for key, value in stored["state"].items() if type(key) is str}
         named, taken = [group for group in own["param_groups"] for _ in group["params"]], set[Any]()
+        fitted = list(self._groups(own["param_groups"], groups, numbers))
+        now, then = ([group for group in each for _ in group["params"]] for each in (fitted, groups))
+        of = dict(zip(order, then, strict=True))
         for number, (before, shape) in enumerate(zip(was, shapes, strict=True)):
             entries = stored["state"].get(numbers.get(number))
             if entries is not None and before != shape:
                 entries = _with_shape(entries, before, shape, named[number])
             if entries is not None:
+                self._check_options(now[number], of[numbers[number]])
                 state[number] = _copied(entries) if numbers[number] in taken else entries
                 taken.add(numbers[number])
                 continue
@@ -277,55 +284,7 @@ class _OfTorch:
                 paths = self._paths[number]
                 known = path_name(paths[0]) if paths else f"parameter {number}"
                 changed._missing[f"{path_name(self._item.path)} of {known}"] = None
-        return {**stored, "state": state, "param_groups": list(self._groups(own["param_groups"], groups, numbers))}
-
-    def _numbers(
-        self, own: list[Any], groups: list[Any], sources: Sequence[Sequence[StoredDense]]
-    ) -> Mapping[int, Any]:
-        """Return the stored numbers of parameters, by their own. UsageError: nobody can tell."""
-        numbers = [number for group in groups for number in group["params"]]
-        there, given = names_in(groups), names_in(own)
-        if len(set(there)) < len(there) or len(set(given)) < len(given):
-            there = given = []
-        by_name = dict(zip(there, numbers, strict=False))
-        stored = self._changed._parameters.stored(there, given, self._paths)
-        is_same = _sizes(own) == _sizes(groups) and (not (there and given) or there == given)
-        are_loaded = all(found for found, paths in zip(sources, self._paths, strict=True) if paths)
-        if stored is not None:
-            number_at = dict(zip(stored, numbers, strict=True))
-        elif is_same and are_loaded and (given or self._may_be(there, sources)):  # Torch goes by numbers, too.
-            number_at = {path: number for paths, number in zip(self._paths, numbers, strict=True) for path in paths}
-        elif not by_name.keys().isdisjoint(given) and not self._are_others(sources):
-            number_at = {}
-        else:
-            raise UsageError("its parameters are others, and no names tell which they were", hint=_HINT)
-        found: dict[int, Any] = {}
-        for at, (paths, of) in enumerate(zip(self._paths, sources, strict=True)):
-            heirs = {number_at[source.path] for source in of if source.path in number_at}
-            if not heirs:
-                tied = [path for source in of for path in self._changed._parameters.tied(source)]
-                heirs = {number_at[path] for path in tied if path in number_at}
-            named = by_name.get(given[at]) if given else None
-            if len(heirs) == 1:
-                found[at] = heirs.pop()
-            elif named in heirs or (named is not None and not (paths and number_at) and (of or not paths)):
-                found[at] = named
-            elif not paths and is_same:
-                found[at] = numbers[at]
-        return found
-
-    def _may_be(self, names: Sequence[str], sources: Sequence[Sequence[StoredDense]]) -> bool:
-        """Return whether no stored name contradicts what the parameter of its number is loaded from."""
-        may_be = self._changed._parameters.may_be
-        pairs = zip(names, sources, strict=False)
-        return all(not found or any(may_be(name, each) for each in found) for name, found in pairs)
-
-    def _are_others(self, sources: Sequence[Sequence[StoredDense]]) -> bool:
-        """Return whether a rename, or a filter that exchanges, may have given names to other tensors."""
-        return bool(self._changed._changes.names.new) or any(
-            found and not any(source.path in paths for source in found)
-            for paths, found in zip(self._paths, sources, strict=True)
-        )
+        return {**stored, "state": state, "param_groups": fitted}
 
     def _groups(self, own: list[Any], stored: list[Any], numbers: Mapping[int, Any]) -> Iterator[dict[str, Any]]:
         """Yield the groups of an optimizer, with the options of the stored ones whose parameters they have."""
@@ -336,6 +295,12 @@ class _OfTorch:
                 self._changed.regrouped.add(id(self._item.owner))
             options = {} if was is None else {key: value for key, value in stored[was].items() if key != "param_names"}
             yield {**group, **options, "params": group["params"]}
+
+    def _check_options(self, now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+        """Raise UsageError if a group has options that need more state than one had."""
+        for option in _NEEDS_STATE:  # SGD makes what is not there.
+            if now.get(option) and not then.get(option) and not isinstance(self._item.owner, torch.optim.SGD):
+                raise UsageError(f"its option {option!r} was off, so that its state was not saved")
 
 
 class _Groups:
@@ -359,16 +324,13 @@ def _used(own: Any, group: Mapping[str, Any]) -> Collection[str]:
     return used
 
 
-def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [len(group["params"]) for group in groups]
-
-
-def _copied(entries: Mapping[Any, Any]) -> Any:
+def _copied(value: Any) -> Any:
     """Return the state of a parameter for a second one. What stands for a tensor of its form stays so."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) and any(value.stride()) else value
-        for key, value in entries.items()
-    }
+    if isinstance(value, torch.Tensor):
+        return value.clone() if not value.dim() or any(value.stride()) else value
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def _with_shape(

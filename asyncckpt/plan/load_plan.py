@@ -185,10 +185,9 @@ def make_load_plan(
         objects = checks.loaded({load.source.path for load in dense if load.is_for_object})
         match.problems += checks.incomplete
         match.of_objects, match.absent = checks.unfit, match.absent | checks.missing
-        if checks.left:  # Nothing of these is filled.
-            dense = [
-                load for load in dense if not load.is_for_object or owner_of(load.source.path, checks.left) is None
-            ]
+        if checks.left:  # Nothing of these is filled, but what is inside of others, which are loaded.
+            filled = {item.path: True for item in objects}
+            dense = [load for load in dense if not load.is_for_object or owner_of(load.source.path, filled)]
     composites = None
     if targets.composites or COMPOSITE in kinds_in(contents.tree):
         from asyncckpt.plan.composite_loads import CompositeLoads  # Few states hold any.

@@ -10,6 +10,7 @@ from asyncckpt.format.tree import Path, path_name
 from asyncckpt.plan.load_offer import wrapped_hint
 
 PROBLEMS_SHOWN_MAX = 20
+_NOT_STRICT = "strict=False loads of it what names of parameters tell, or leaves it as it is"
 
 
 class Problems(Protocol):
@@ -36,7 +37,7 @@ def raise_problems(found: Problems, step: int, missing: list[str], more: list[st
         f"the checkpoint has {lacks}, which this state lacks" if lacks else "",
         "resize=[names] loads what both shapes have" if found.could_be_resized else "",
         "cast=True converts dtypes" if found.could_be_cast else "",
-        "make such an object as the one that was saved; strict=False leaves it as it is" if found.of_objects else "",
+        f"make such an object as the one that was saved; {_NOT_STRICT}" if found.of_objects else "",
     )
     what = f"step {step} does not match this state, and nothing was changed: {shown}{rest}"
     raise IncompatibleError(what, hint="; ".join(filter(None, hints)))

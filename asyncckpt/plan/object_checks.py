@@ -14,6 +14,7 @@ were: one may have been made before its optimizer got the last ones.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -43,6 +44,8 @@ _MAY_DIFFER = frozenset(
 ) | {"decoupled_weight_decay", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 # Of schedulers, what load_state_dict asks for; the first two have one item for each of those that it goes through.
 _ASKED_FOR = ("lr_lambdas", "_schedulers", "_scale_fn_custom", "threshold_mode")
+# What these have in some versions of torch, or with some arguments.
+_NOT_ALWAYS = frozenset(("verbose", "use_beta1", "default_min_lr"))
 _SCALER_KEYS = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
 
 
@@ -70,6 +73,7 @@ class ObjectChecks:
         self.left: dict[Path, list[str]] = {}
         self.missing: dict[str, None] = {}
         self.fits: dict[Path, Callable[[Any], Any]] = {}
+        self._inner: dict[Path, list[Rebuilt]] = {}
         self._contents, self._targets, self._loads, self._strict = contents, targets, loads, strict
         self._dense = {item.path: item for item in contents.dense.values()}
         self._was = {} if changes is None else changes.was
@@ -93,6 +97,11 @@ class ObjectChecks:
         filled = {target.path[:end] for target, _ in self._loads if target for end in range(len(target.path))}
         chosen = []
         for item in self._targets.rebuilt:
+            if hasattr(type(item.owner), "_check_state") and hasattr(item.owner, "_inner_objects"):
+                from asyncckpt.plan.inner_objects import inner_objects
+
+                self._inner[item.path] = inner_objects(item)
+        for item in self._targets.rebuilt:
             if not self._contents.has(item.path) and not (item.is_module and item.path in filled):
                 continue
             left_out = [path for path in wanted[item.path] if path not in made]
@@ -109,13 +118,19 @@ class ObjectChecks:
                 continue
             chosen.append(item)
             self.unfit += problems
-        loaded = {id(item.owner) for item in chosen}
-        return tuple(item for item in chosen if self._strict or not self._is_of_another(item, loaded))
+        if self._strict:
+            return tuple(chosen)
+        inner = [part for item in chosen if item.path in self._inner for part in self._inner[item.path]]
+        loaded = {id(item.owner) for item in (*chosen, *inner) if item.path not in self.left}
+        for part in inner:
+            self._is_of_another(part, loaded)
+        return tuple(item for item in chosen if not self._is_of_another(item, loaded))
 
     def _is_of_another(self, item: Rebuilt, loaded: Collection[int]) -> bool:
         """Leave a schedule as it is whose optimizer stays so, or has other groups: return whether it is one."""
         optimizer = None if item.is_module else getattr(item.owner, "optimizer", None)
-        is_loaded = id(optimizer) in loaded or all(each.owner is not optimizer for each in self._targets.rebuilt)
+        known = itertools.chain(self._targets.rebuilt, *self._inner.values())
+        is_loaded = id(optimizer) in loaded or all(each.owner is not optimizer for each in known)
         are_same = self._changed is None or id(optimizer) not in self._changed.regrouped
         if optimizer is None or (is_loaded and are_same):
             return False
@@ -147,7 +162,7 @@ class ObjectChecks:
                 self.fits[item.path], stored = fit, fit(stored)
             if hasattr(type(own), "_check_state"):
                 own._check_state(stored)
-                return []
+                return self._of_inner(item, stored) if item.path in self._inner else []
             if isinstance(own, torch.optim.Optimizer):
                 return [f"{name!r} {what}" for what in self._of_optimizer(own, stored, classes, item.path in self.fits)]
             if isinstance(own, lr_scheduler.LRScheduler):
@@ -161,6 +176,20 @@ class ObjectChecks:
                 f"{name!r} does not take its state, which no such object has saved: {type(error).__name__}: {error}"
             ]
         return []
+
+    def _of_inner(self, item: Rebuilt, stored: Mapping[str, Any]) -> list[str]:
+        """Return what is wrong with the states inside of one; where the load is not strict, leave these as they are."""
+        from asyncckpt.plan.inner_objects import of_module, with_inner_states
+
+        found: list[str] = []
+        for part in self._inner[item.path]:
+            problems = of_module(part, stored[part.path[-1]]) if part.is_module else self.problems(part)
+            if problems and not self._strict:
+                self.left[part.path], self.missing[path_name(part.path)] = problems, None
+            found += problems
+        if self._changed is not None:
+            self.fits[item.path] = with_inner_states(self._inner[item.path], self.left.keys(), self.fits)
+        return found if self._strict else []
 
     def _state(self, path: Path) -> Any:
         """Return what was stored at a path, with tensors that have but dtypes and shapes."""
@@ -202,27 +231,18 @@ class ObjectChecks:
         """Compare what the stored names of parameters belong to with what these are loaded from."""
         if not any("param_names" in group for group in groups):
             return
-        from asyncckpt.plan.which_parameter import names_in
-
-        there, given = names_in(groups), names_in(own.param_groups)
-        paths = [self._parameters.paths(parameter) for group in own.param_groups for parameter in group["params"]]
-        sources = list(map(self._parameters.sources, paths))
-        stored = self._parameters.stored(there, given, paths)
-        if stored is not None:
-            pairs = zip(stored, sources, strict=True)
-            other = [at for at, (path, of) in enumerate(pairs) if of and all(path != each.path for each in of)]
-            before = path_name(stored[0])[: -len(there[0])]
-            names = [path_name(found[0].path).removeprefix(before) if found else "" for found in sources]
-        else:
-            other = [at for at, (name, mine) in enumerate(zip(there, given, strict=False)) if name != mine]
-            names = given
-            if sorted(there) != sorted(given):
+        at = [self._parameters.paths(parameter) for group in own.param_groups for parameter in group["params"]]
+        numbers = self._parameters.numbers(own.param_groups, groups, at)
+        order = [number for group in groups for number in group["params"]]
+        there = [name for group in groups for name in group.get("param_names", ())]
+        for index, (number, paths) in enumerate(zip(order, at, strict=True)):
+            if numbers.get(index, number) != number or (index not in numbers and self._parameters.sources(paths)):
+                name = there[order.index(numbers[index])] if index in numbers else path_name(paths[0])
+                yield (
+                    f"has its parameters in another order: number {index} is {name!r}, "
+                    f"in the checkpoint {there[index]!r}"
+                )
                 return
-        if other:
-            yield (
-                f"has its parameters in another order: number {other[0]} is {names[other[0]]!r}, "
-                f"in the checkpoint {there[other[0]]!r}"
-            )
 
 
 def _is_known(own: Any) -> bool:
@@ -300,10 +320,14 @@ def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown:
         return None
     base = next(base for base in CLASSES_OF if isinstance(own, base))
     ours, theirs = (next((name for name in item if is_torchs(name, base)), None) for item in (names, classes))
+    is_scheduler, is_torchs_own = base is lr_scheduler.LRScheduler, bool(names) and ours == names[0]
+    is_adams = "amsgrad" in unknown  # No version of torch has taken it from a class.
     lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER
-    # A scheduler within another one is stored without its classes: keys tell whether it is the one that is here.
-    is_foreign = base is lr_scheduler.LRScheduler and (classes or ours != names[0])
-    if not (ours and theirs) and (is_foreign or not (lacking and unknown)):
+    # One within another object, or a plain state dict, is stored without its classes: what torch's own ones always have
+    # tells whether it is the one that is here.
+    is_known = is_torchs_own and not classes and ((is_scheduler and (lacking or unknown)) or is_adams)
+    is_foreign = is_scheduler and (classes or not is_torchs_own)
+    if not (ours and theirs) and not is_known and (is_foreign or not (lacking and unknown)):
         return None
     saved = f"state of {next(iter(classes))!r}" if classes else "state of another class"
     differ = f", which differs in {sorted(lacking | unknown)}" if lacking or unknown else ""
@@ -338,7 +362,10 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str], more: tuple[s
     if not isinstance(stored, Mapping):
         yield "is a scheduler, and no state of one was saved"
         return
-    public = [{key for key in item if not str(key).startswith("_")} - {"verbose"} for item in (state, stored)]
+    public = [
+        {key for key in item if key == "_schedulers" or not str(key).startswith("_")} - _NOT_ALWAYS
+        for item in (state, stored)
+    ]
     if other := _other_class(own, classes, public[0] - public[1], public[1] - public[0]):
         yield other
         return

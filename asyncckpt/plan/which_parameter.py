@@ -2,24 +2,37 @@
 
 A parameter is told by the object, in the modules of a target; or by its memory, elsewhere. What was stored has names
 alone (`param_names`): as the program gave them, of one module or of one around it. So all of one optimizer begin alike.
+
+1. Names here that are ends of the paths of their parameters, all after one beginning, tell how the program names. The
+   stored ones are believed after the same beginning; or, where they do not lead to stored tensors there, after the only
+   other one where all of them do. Names of a module around what is saved are cut before, as the names here are.
+2. Without such names here, stored ones are believed after the only beginning where they lead to stored tensors at all,
+   if these are just those that the parameters are loaded from.
+3. Otherwise a name that both have is believed unless it is one of other stored tensors; and where both have the same
+   names, or one has none, the numbers are, as in torch, if no stored name contradicts them.
+
+What none of these tells is refused.
 """
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from asyncckpt.errors import UsageError
 from asyncckpt.format.tree import Path, composites, path_name
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace
 from asyncckpt.plan.object_checks import memory_of
 from asyncckpt.plan.wrapped_names import bare_name
+
+_HINT = "make optimizers of named_parameters(), before the model changes, and keep the names that they have"
 
 
 class Parameters:
@@ -74,39 +87,120 @@ class Parameters:
     def sources(self, paths: Iterable[Path]) -> list[StoredDense]:
         return [self._sources[path] for path in paths if path in self._sources]
 
-    def stored(self, names: Sequence[str], own: Sequence[str], at: Sequence[Sequence[Path]]) -> Sequence[Path] | None:
-        """Return the stored tensors that names of parameters belong to, by their paths now; None: they do not tell.
+    def numbers(
+        self, own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], at: Sequence[Sequence[Path]]
+    ) -> Mapping[int, Any]:
+        """Return the stored numbers of the parameters of an optimizer, by their own. UsageError: nobody can tell.
 
-        own, at: the names of the parameters here, and their paths. Names are believed if those here are ends of these
-        paths, all after one beginning, and the stored ones lead to what begins so; or if they lead to just the tensors
-        that the parameters here are loaded from. (Those of a slice of a list are numbered from 0 again.)
+        own, groups: its groups, and those that were stored. at: the paths of its parameters.
         """
-        if not names or len(set(names)) < len(names):
-            return None
-        of = [[source.path for source in self.sources(paths)] for paths in at]
-        sources = set(itertools.chain.from_iterable(of))
-        told = [(name, paths) for name, paths in zip(own, at, strict=False) if paths]
-        for cut in range(min(name.count(".") for name in names) + 1):
-            begin = "".join(f"{part}." for part in names[0].split(".")[:cut])
-            if not all(name.startswith(begin) for name in names):
-                return None
-            rest, here = [name[len(begin) :] for name in names], _beginnings(told, begin)
-            for before in here:
-                if all(before + name in self._stored for name in rest):
-                    return [self._stored[before + name] for name in rest]
-            found = [
-                paths
-                for paths in self._candidates(rest)
-                if (sources.issuperset(paths) and all(map(set(paths).intersection, of)))
-                or any(all(path_name(path).startswith(before) for path in paths) for before in here)
-            ]
-            if len(found) > 1:
-                found = [paths for paths in found if not sources.isdisjoint(paths)]
-            if found:
-                return found[0] if len(found) == 1 else None
-        return None
+        numbers = [number for group in groups for number in group["params"]]
+        sources = list(map(self.sources, at))
+        there, given = _names_in(groups), _names_in(own)
+        if len(set(given)) < len(given) and _bare(given) != _bare(there):  # They tell as much as none.
+            given = []
+        is_same = sizes_of(own) == sizes_of(groups) and (not (there and given) or _bare(there) == _bare(given))
+        are_loaded = all(found for found, paths in zip(sources, at, strict=True) if paths)
+        are_unique = all(len(set(names)) == len(names) for names in (there, given))
+        stored, is_alike = self._stored(there, given, at) if there and are_unique else (None, True)
+        there, given = _bare(there), _bare(given)
+        by_name = dict(zip(there, numbers, strict=True)) if there and given and are_unique and is_alike else {}
+        if stored is not None:
+            number_at = dict(zip(stored, numbers, strict=True))
+        elif is_same and are_loaded and (given or self._may_be(there, sources, is_named=False)):  # As torch does.
+            number_at = {path: number for paths, number in zip(at, numbers, strict=True) for path in paths}
+        elif (
+            by_name.keys() & set(given)
+            and not self.are_others(at)
+            and self._may_be([name if name in by_name else "" for name in given], sources, is_named=True)
+        ):
+            number_at = {}
+        else:
+            raise UsageError("its parameters are others, and no names tell which they were", hint=_HINT)
+        found: dict[int, Any] = {}
+        for index, (paths, of) in enumerate(zip(at, sources, strict=True)):
+            heirs = {number_at[source.path] for source in of if source.path in number_at}
+            if not heirs:
+                heirs = {number_at[path] for source in of for path in self._tied(source) if path in number_at}
+            named = by_name.get(given[index]) if given else None
+            if len(heirs) == 1:
+                found[index] = heirs.pop()
+            elif named in heirs or (named is not None and not (paths and number_at) and (of or not paths)):
+                found[index] = named
+            elif not paths and is_same:
+                found[index] = numbers[index]
+        return found
 
-    def tied(self, source: StoredDense) -> Sequence[Path]:
+    def are_others(self, at: Sequence[Sequence[Path]]) -> bool:
+        """Return whether a rename, or a filter that exchanges, may have given names to other tensors."""
+        if any(now != old for now, old in self._was.items()):
+            return True
+        found = [(paths, self.sources(paths)) for paths in at]
+        return any(of and not any(source.path in paths for source in of) for paths, of in found)
+
+    def _stored(
+        self, names: Sequence[str], own: Sequence[str], at: Sequence[Sequence[Path]]
+    ) -> tuple[Sequence[Path] | None, bool]:
+        """Return the stored tensors that names belong to, by their paths now, None if they do not tell; and whether
+        the names here may be after the same beginning.
+
+        Names are taken as they are, and without what may be a wrapper's.
+        """
+        candidates, are_ends = set[tuple[Path, ...]](), False
+        for text in (str, bare_name):
+            names, own = list(map(text, names)), list(map(text, own))
+            if len(set(names)) < len(names):
+                break
+            found = self._candidates(names, text)
+            candidates.update(found.values())
+            told = [(name, paths) for name, paths in zip(own, at, strict=False) if paths]
+            here = _beginnings(told, "", text)
+            are_ends = are_ends or bool(here)
+            if (same := self._after(here, found, text)) is not None:
+                return same, True
+            for begin in _begins_of_all(names) if own and not here else ():
+                here = _beginnings(told, begin, text)
+                rest = self._candidates([name[len(begin) :] for name in names], text) if here else {}
+                if (same := self._after(here, rest, text)) is not None:
+                    return same, True
+        only = next(iter(candidates)) if len(candidates) == 1 else None
+        if are_ends:
+            return only, not candidates
+        of = [{source.path for source in self.sources(paths)} for paths in at]
+        if only is not None and set().union(*of).issuperset(only) and all(map(set(only).intersection, of)):
+            return only, False
+        return None, True
+
+    def _after(
+        self, here: Collection[str], found: Mapping[str, tuple[Path, ...]], text: Callable[[str], str]
+    ) -> tuple[Path, ...] | None:
+        """Return the candidate after one of these beginnings, or after what it was before a rename; None: no or two."""
+        begins = set(here)
+        for now, old in self._was.items():
+            new, was = text(path_name(now)), text(path_name(old))
+            for before in here if new != was else ():
+                end = new[len(before) :]
+                if new.startswith(before) and f".{was}".endswith(f".{end}"):
+                    begins.add(was[: len(was) - len(end)])
+        same = {found[before] for before in begins if before in found}
+        return same.pop() if len(same) == 1 else None
+
+    def _may_be(self, names: Sequence[str], sources: Sequence[Sequence[StoredDense]], *, is_named: bool) -> bool:
+        """Return whether names are those of what parameters are loaded from, and of nothing else that is stored.
+
+        is_named: the parameters have these names here too, so they need not be names of stored tensors.
+        """
+        leads = self._leads(names, bare_name)
+        for name, of in zip(names, sources, strict=False):
+            there = set().union(*leads[name].values())
+            mine = {path for source in of for path in (source.path, *self._tied(source))}
+            olds = [bare_name(path_name(self._was.get(each.path, each.path))) for each in of]
+            is_longer = is_named or any(f".{name}".endswith(f".{old}") for old in olds)
+            if of and name and not (there <= mine if there else is_longer):
+                return False
+        return True
+
+    def _tied(self, source: StoredDense) -> Sequence[Path]:
         """Return the paths of what was stored as one tensor with a source."""
         return self._of_blocks[source.blocks] if source.blocks else ()
 
@@ -117,60 +211,72 @@ class Parameters:
             found[item.blocks].append(item.path)
         return found
 
-    def _candidates(self, names: list[str]) -> Collection[tuple[Path, ...]]:
-        """Return the stored tensors of these names, for each beginning that all of them may have had."""
-        found: dict[tuple[Path, ...], None] = {}
-        for before in self._by_last_part.get(names[0].rpartition(".")[2], ()):
-            if f".{before}".endswith(f".{names[0]}"):
-                before = before[: len(before) - len(names[0])]
-                if all(before + name in self._stored for name in names):
-                    found[tuple(self._stored[before + name] for name in names)] = None
+    def _candidates(self, names: Sequence[str], text: Callable[[str], str]) -> Mapping[str, tuple[Path, ...]]:
+        """Return the stored tensors of all these names, by each beginning after which they are."""
+        leads = self._leads(names, text)
+        return {
+            before: tuple(path for name in names for path in leads[name][before])
+            for before in leads[names[0]]
+            if all(len(leads[name].get(before, ())) == 1 for name in names)
+        }
+
+    def _leads(self, names: Iterable[str], text: Callable[[str], str]) -> Mapping[str, Mapping[str, set[Path]]]:
+        """Return what is stored under a name, by what stands before it: two where these are the names of both."""
+        found: dict[str, dict[str, set[Path]]] = {name: defaultdict(set) for name in names}
+        for stored, path in self._texts:
+            name = text(stored)
+            for end in (0, *(match.end() for match in re.finditer(r"\.", name))):
+                if name[end:] in found:
+                    found[name[end:]][name[:end]].add(path)
         return found
 
-    def may_be(self, name: str, source: StoredDense) -> bool:
-        """Return whether a name may be that of a stored tensor: one of both ends as the other."""
-        stored = f".{bare_name(path_name(self._was.get(source.path, source.path)))}"
-        return stored.endswith(f".{name}") or f".{name}".endswith(stored)
-
     @cached_property
-    def _stored(self) -> Mapping[str, Path]:
-        """The tensors of the checkpoint by the names that they had, with and without wrappers."""
-        paths = [(path_name(self._was.get(path, path)), path) for path in self._contents.leaf_paths]
+    def _texts(self) -> Sequence[tuple[str, Path]]:
+        """The tensors of the checkpoint, and the names that they had."""
+        found = [(path_name(self._was.get(path, path)), path) for path in self._contents.leaf_paths]
         for path, node in composites(self._contents.tree):
             inner = (*path, node[1][0]) if node[1] else path
-            paths.append((path_name(self._was.get(inner, inner)[:-1]), path))
-        found = {bare_name(name): path for name, path in reversed(paths)}
-        return found | dict(paths)
-
-    @cached_property
-    def _by_last_part(self) -> Mapping[str, list[str]]:
-        """The names of stored tensors by their last parts."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for name in self._stored:
-            found[name.rpartition(".")[2]].append(name)
+            found.append((path_name(self._was.get(inner, inner)[:-1]), path))
         return found
 
 
-def _beginnings(told: Sequence[tuple[str, Sequence[Path]]], begin: str) -> set[str]:
-    """Return what stands before names of parameters, without this beginning of them, in the paths of all of these."""
+def _begins_of_all(names: Sequence[str]) -> Iterator[str]:
+    """Yield what all names begin with, up to a dot: the shortest first."""
+    parts = [name.split(".")[:-1] for name in names]
+    for end in range(1, min(map(len, parts)) + 1):
+        if any(each[:end] != parts[0][:end] for each in parts):
+            return
+        yield "".join(f"{part}." for part in parts[0][:end])
+
+
+def _beginnings(told: Sequence[tuple[str, Sequence[Path]]], begin: str, text: Callable[[str], str]) -> Collection[str]:
+    """Return what stands in the paths of parameters before their names, of those that begin so, without this."""
     found: set[str] | None = None
     for name, paths in told:
-        end = name[len(begin) :]
-        if not name.startswith(begin):
-            return set()
-        texts = [bare_name(path_name(path)) for path in paths] + [path_name(path) for path in paths]
-        before = {text[: len(text) - len(end)] for text in texts if f".{text}".endswith(f".{end}")}
-        found = before if found is None else found & before
+        if name.startswith(begin):
+            end = name[len(begin) :]
+            whole = [text(path_name(path)) for path in paths]
+            before = {each[: len(each) - len(end)] for each in whole if f".{each}".endswith(f".{end}")}
+            found = before if found is None else found & before
     return found or set()
 
 
-def names_in(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of all parameters of these groups, without those of wrappers; none unless all have some."""
+def sizes_of(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _names_in(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of all parameters of these groups; none unless all have some."""
     found: list[str] = []
     for group in groups:
         names = group.get("param_names")
         if not isinstance(names, (list, tuple)) or len(names) != len(group["params"]):
             return []
         found += map(str, names)
-    bare = list(map(bare_name, found))
-    return bare if len(set(bare)) == len(set(found)) else found
+    return found
+
+
+def _bare(names: list[str]) -> list[str]:
+    """Return names without those of wrappers, if they are as many then."""
+    bare = list(map(bare_name, names))
+    return bare if len(set(bare)) == len(set(names)) else names

@@ -64,9 +64,9 @@ class TrainerState:
         self.step = StepCounter() if step is None else step
         self.rng = RngState() if rng is None else rng
         self.data = data
-        self._parts: dict[str, Any] = {"step": self.step, **({} if data is None else {"data": data}), **more}
-        self._parts["rng"] = self.rng
-        for name, part in self._parts.items():
+        self._inner_objects: dict[str, Any] = {"step": self.step, **({} if data is None else {"data": data}), **more}
+        self._inner_objects["rng"] = self.rng
+        for name, part in self._inner_objects.items():
             if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
                 raise UsageError(
                     f"part {name!r} of the trainer's state has no state_dict() and load_state_dict()",
@@ -75,20 +75,20 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dicts of the parts, by name."""
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        return {name: part.state_dict() for name, part in self._inner_objects.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load every part; IncompatibleError, with nothing changed, when the checkpoint has others."""
         self._check_state(state)
-        for name, part in self._parts.items():
+        for name, part in self._inner_objects.items():
             part.load_state_dict(state[name])
 
     def _check_state(self, state: Any) -> None:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state)
-        if not isinstance(state, Mapping) or state.keys() != self._parts.keys():
+        if not isinstance(state, Mapping) or state.keys() != self._inner_objects.keys():
             raise IncompatibleError(
-                "the saved state of the trainer has other parts", found=found, expected=sorted(self._parts)
+                "the saved state of the trainer has other parts", found=found, expected=sorted(self._inner_objects)
             )
-        for name, part in self._parts.items():
+        for name, part in self._inner_objects.items():
             if hasattr(type(part), "_check_state"):
                 part._check_state(state[name])

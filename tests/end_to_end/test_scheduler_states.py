@@ -126,7 +126,7 @@ def test_what_objects_do_not_take_says_what_helps(
     tmp_path: Path, was: Callable[[Any], Any], now: Callable[[], Any], why: str
 ) -> None:
     asyncckpt.save(tmp_path, {"it": was(optimizer())}, durability="none")
-    helps = r"make such an object as the one that was saved; strict=False leaves it as it is\)"
+    helps = r"make such an object as the one that was saved; strict=False .*, or leaves it as it is\)"
     with pytest.raises(IncompatibleError, match=rf"'it' {why}.*\({helps}"):
         asyncckpt.Loader(tmp_path, tensors={"it": now()}).load()
     left = now()
