@@ -65,7 +65,7 @@ BUDGET = {
         LAYOUTS: 261,
         SPREAD: 443,
         STAGES: 440,
-        HEARD: 299,
+        HEARD: 305,
     },
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2},
