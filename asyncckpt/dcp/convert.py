@@ -48,6 +48,7 @@ from asyncckpt.format.weights_only import why_refused
 from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import Durability, SaveOptions
+from asyncckpt.plan.layouts import check_without
 from asyncckpt.plan.rename import Names
 from asyncckpt.shard.files import ShardTarget
 from asyncckpt.signals import uninterrupted
@@ -194,6 +195,7 @@ class _OneStep(StorageReader):
         stored = self._read_once()
         for part in stored.chain.newest.parts:
             check_keys(part.tree)
+            check_without(part.tree, "a checkpoint of DCP")
         for block in stored.chain.newest.blocks:
             spec = block.placed.spec
             if spec.table is None:

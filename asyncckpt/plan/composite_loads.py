@@ -43,7 +43,7 @@ def with_stored_forms(targets: DenseTargets, contents: Contents) -> DenseTargets
             return leaf
         if facts[at].rows is not None or stored_facts[at].rows is not None:
             return in_stored_form(leaf, facts[at], stored_facts[at], source)
-        if not facts[at].is_renewed:
+        if not facts[at].is_renewed or targets.extra_state(at) is not None:  # That one gets a new tensor.
             return leaf
         same = leaf.whole_shape == source.shape
         made = torch.empty_like(own) if same else own.new_empty(source.shape)
@@ -70,6 +70,7 @@ class CompositeLoads:
         self.compose: dict[Path, Compose] = {}
         self._renewed: list[tuple[Path, torch.Tensor, Composite]] = []
         self._loaded: dict[Path, InPlace] = {}
+        self._from: dict[Path, Path] = {}
         nodes = dict(composites(contents.tree))
         self._stored = {path: Composite.of(node[3]) for path, node in nodes.items()}
         self._names = {path: set(node[1]) for path, node in nodes.items()}
@@ -82,6 +83,7 @@ class CompositeLoads:
         loads = [(target, source) for target, source in loads if target is not None]
         self._loaded = {target.path: target for target, _ in loads if target is not None}
         self._check_targets(contents, targets, {target.path: source.path for target, source in loads if target})
+        self._check_renewed(chain, contents)
         for target, source in loads:
             inside = target is not None and any(target.path[:end] in self._own for end in range(1, len(target.path)))
             if target is not None and inside and not _is_same_form(target, source):
@@ -135,8 +137,9 @@ class CompositeLoads:
                 if differences:
                     told = "; ".join(differences)
                     self.problems.append(f"{name!r} is another tensor than in the checkpoint: {told}")
-                elif facts.is_renewed:
+                elif facts.is_renewed and targets.extra_state(path) is None:
                     self._renewed.append((path, own[path], stored))
+                    self._from[path] = found[0] or ()
 
     def _check_each(
         self, chain: Chain, targets: DenseTargets, loads: Iterable[tuple[InPlace | None, StoredDense]]
@@ -159,14 +162,33 @@ class CompositeLoads:
                     f"{source.name!r} differs from rank to rank in the checkpoint: load it with {source.shape[0]} ranks"
                 )
 
+    def _check_renewed(self, chain: Chain, contents: Contents) -> None:
+        """Compare what is stored for one tensor that is there under several names."""
+        digests: dict[Path, dict[object, object]] = defaultdict(dict)
+        for item in contents.dense.values():
+            digests[item.path[:-1]][item.path[-1]] = [chain.blocks[number].digest for number in item.blocks]
+        first: dict[int, Path] = {}
+        for path, own, facts in self._renewed:
+            before = first.setdefault(id(own), path)
+            same = [(self._stored[at].text(), digests[at]) for at in (self._from[before], self._from[path])]
+            if same[0] != same[1]:
+                names = sorted(map(path_name, (before, path)))
+                self.problems.append(f"{names} are the same {facts.class_name}, the checkpoint has different values")
+
     def renew(self) -> None:
-        """Give sparse and quantized tensors the inner ones that were loaded. CorruptError."""
+        """Give sparse and quantized tensors the inner ones that were loaded. CorruptError: one cannot be made; then
+        none of these is changed, but what is filled in place.
+        """
+        made = []
         for path, own, facts in self._renewed:
             inner = {at[-1]: leaf.pieces[0].tensor for at, leaf in self._loaded.items() if at[:-1] == path}
             try:
-                layouts.renew(own, facts, inner)
-            except (UnsupportedError, RuntimeError) as error:
-                raise CorruptError(f"{path_name(path)!r} cannot be made of what was stored: {error}") from error
+                made.append((own, layouts.made_of(facts, inner)))
+            except UnsupportedError as error:
+                what = f"{path_name(path)!r} cannot be made of what was stored: {error}"
+                raise CorruptError(what, hint="other tensors may be filled already") from error
+        for own, new in made:
+            layouts.renew(own, new)
 
     def _add_makers(self, item: Rebuilt, contents: Contents) -> None:
         """Try to make each composite of which an object gets a new one: in its state, of a module in extra states."""
@@ -208,8 +230,9 @@ class Makers:
     """Makes composites for an object that gets a new state, by what there is of their classes."""
 
     def __init__(self, item: Rebuilt) -> None:
-        self._known = {parts.text: (type(own), parts.context) for own, parts in item.composites.values()}
-        self._spread = [(own, parts) for own, parts in item.composites.values() if parts.facts.rows is not None]
+        live = item.composites.values()
+        self._known = {parts.text: (type(own), parts.context) for own, parts in live if parts.facts.rows is None}
+        self._spread = [(own, parts) for own, parts in live if parts.facts.rows is not None]
 
     def _found(self, facts: Composite) -> tuple[type, Any]:
         """Return the class and the context to make one of. UnsupportedError: there is none."""
@@ -248,10 +271,10 @@ class Makers:
         assert facts.shape is not None
         unflatten: Any = kind.__tensor_unflatten__  # type: ignore[attr-defined]
         parameter = next((item.parameter for item in inner.values() if isinstance(item, FreshInner)), None)
-        like = torch.empty(facts.shape, device="meta") if parameter is None else local_tensor(parameter)
+        like = None if parameter is None else local_tensor(parameter)
+        form = (facts.shape, facts.strides) if like is None else (tuple(like.shape), tuple(like.stride()))
         try:
-            own_inner = local_inner(facts, inner)
-            made = unflatten(own_inner, context, torch.Size(like.shape), tuple(like.stride()))
+            made = unflatten(local_inner(facts, inner), context, torch.Size(form[0]), form[1])
             made = made if parameter is None else made_like(parameter, made)
         except Exception as error:
             raise UnsupportedError(f"{facts.class_name} does not take what was stored: {error}") from error

@@ -13,13 +13,14 @@ The inner tensors are over the memory of the outer one. A load gives it new ones
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
-from asyncckpt.errors import CorruptError, UnsupportedError
+from asyncckpt.errors import CorruptError, UnsupportedError, Words
 from asyncckpt.format.composite import Composite, context_value
+from asyncckpt.format.tree import Node, composites, path_name
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -37,7 +38,7 @@ def kind_of(tensor: torch.Tensor) -> str:
     if type(tensor).__torch_dispatch__ is not _PLAIN:
         return ""
     if tensor.is_nested:
-        return "nested" if tensor.is_contiguous() else ""
+        return "nested" if tensor.is_contiguous() and tensor.size(0) else ""
     if tensor.is_quantized:
         return "quantized" if tensor.dtype in _WHOLE_NUMBERS else ""
     return "" if tensor.layout is torch.strided else _LAYOUTS.get(tensor.layout, "")
@@ -65,12 +66,26 @@ def makes(facts: Composite) -> bool:
     return facts.module == "torch" and (facts.is_renewed or facts.kind == "nested")
 
 
+def check_without(tree: Node, file: str, *, kinds: Collection[str] | None = None) -> None:
+    """Raise UnsupportedError for one of these in a state that goes into a file that has none. kinds: None: all."""
+    for path, node in composites(tree):
+        facts = Composite.of(node[3])
+        if makes(facts) and (kinds is None or facts.kind in kinds):
+            what = f"{path_name(path)!r} is a {facts.class_name}, which {file} cannot hold"
+            raise UnsupportedError(what, hint="make a dense tensor of it before it is saved")
+
+
 def made_of(facts: Composite, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Make one of these. UnsupportedError for inner tensors that make none of these facts."""
+    arguments = facts.kind, inner, context_value(facts.context), facts.shape or ()
     try:
-        made = _made_of(facts.kind, inner, context_value(facts.context), facts.shape or ())
+        try:
+            made = _made_of(*arguments)
+        except Warning:  # Torch says once that such tensors are in a prototype stage, and warnings may be errors.
+            made = _made_of(*arguments)
     except (CorruptError, IndexError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UnsupportedError(f"its inner tensors make no {facts.class_name}: {error}") from error
+        told = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inner.items())
+        raise UnsupportedError(f"its inner tensors make no {facts.class_name}: {error}", found=Words(told)) from error
     if str(made.dtype) != f"torch.{facts.dtype}" or (facts.shape is not None and facts.shape != tuple(made.shape)):
         raise UnsupportedError(f"its inner tensors make another {facts.class_name}", found=made.dtype)
     return made
@@ -82,9 +97,8 @@ def composed(text: str, inner: dict[str, Any]) -> Any:
     return made_of(facts, inner) if makes(facts) else inner
 
 
-def renew(tensor: torch.Tensor, facts: Composite, inner: Mapping[str, torch.Tensor]) -> None:
-    """Give a tensor these inner tensors. UnsupportedError for such as make none."""
-    made = made_of(facts, inner)
+def renew(tensor: torch.Tensor, made: torch.Tensor) -> None:
+    """Give a tensor the inner tensors of another one of its kind."""
     if made.layout in _COMPRESSED:  # It takes no others by `data`, without a word.
         tensor.resize_as_sparse_(made).copy_(made)
     else:
@@ -98,16 +112,25 @@ def _made_of(kind: str, inner: Mapping[str, torch.Tensor], context: Any, shape: 
         numbers = inner["int_repr"]
         if len(inner) == 1:
             return torch._make_per_tensor_quantized_tensor(numbers, *context)
+        counts = {numbers.shape[context] if context >= 0 else None, *map(len, (inner["scales"], inner["zero_points"]))}
+        if len(counts) > 1:
+            raise ValueError("not one scale and zero point for each channel")
         return torch._make_per_channel_quantized_tensor(numbers, inner["scales"], inner["zero_points"], context)
     if kind == "sparse_coo":
-        own = inner["indices"], inner["values"]
-        return torch.sparse_coo_tensor(*own, shape, is_coalesced=context, check_invariants=True)
+        values, checked = inner["values"], {"is_coalesced": context, "check_invariants": True}
+        return torch.sparse_coo_tensor(
+            inner["indices"], values, shape, dtype=values.dtype, device=values.device, **checked
+        )
     layout, names = next((layout, names) for layout, names in _COMPRESSED.items() if _LAYOUTS[layout] == kind)
     outer, plain, values = (inner[name] for name in names)
-    return torch.sparse_compressed_tensor(outer, plain, values, shape, layout=layout, check_invariants=True)
+    checked = {"layout": layout, "check_invariants": True}
+    return torch.sparse_compressed_tensor(
+        outer, plain, values, shape, dtype=values.dtype, device=values.device, **checked
+    )
 
 
 def _nested(values: torch.Tensor, sizes: list[list[int]]) -> torch.Tensor:
     shapes = [torch.Size(size) for size in sizes]
     parts = torch.split(values, [shape.numel() for shape in shapes])
-    return torch.nested.as_nested_tensor([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+    whole = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return torch.nested.as_nested_tensor(whole, dtype=values.dtype, device=values.device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,8 @@ import torch
 
 import asyncckpt
 from asyncckpt import Checkpointer, CorruptError, DeltaPolicy, IncompatibleError, Loader, Saver
-from asyncckpt.formats import torch_file
+from asyncckpt.dcp import convert
+from asyncckpt.formats import hf, recis, torch_file
 
 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Torch says of some that they are prototypes.
@@ -110,14 +113,14 @@ class Graph(torch.nn.Module):
         self.register_buffer("adjacency", tensor)
 
 
-class Asked(Graph):
+class AskedGraph(Graph):
     """A module whose state has to be asked for, which gives copies."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
-class Holder:
+class OfOneTensor:
     def __init__(self, tensor: torch.Tensor | None) -> None:
         self.tensor = tensor
 
@@ -147,8 +150,8 @@ def test_in_a_dict(tmp_path: Path, pair: tuple[torch.Tensor, torch.Tensor]) -> N
 
 def test_of_a_fresh_object(tmp_path: Path, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     stored, target = pair
-    asyncckpt.save(tmp_path, {"fresh": Holder(stored), "used": Holder(stored)})
-    fresh, used = Holder(None), Holder(target)
+    asyncckpt.save(tmp_path, {"fresh": OfOneTensor(stored), "used": OfOneTensor(stored)})
+    fresh, used = OfOneTensor(None), OfOneTensor(target)
     Loader(tmp_path, tensors={"fresh": fresh, "used": used}).load()
     assert fresh.tensor is not None
     assert used.tensor is not None
@@ -168,10 +171,34 @@ def test_of_a_module(tmp_path: Path, pair: tuple[torch.Tensor, torch.Tensor]) ->
 @pytest.mark.parametrize("kind", ["coo, indices twice", "csc", "channels", "qint8", "nested"])
 def test_of_a_module_that_is_asked_for_its_state(tmp_path: Path, kind: str) -> None:
     stored, target = (make() for make in KINDS[kind])
-    asyncckpt.save(tmp_path, {"model": Asked(stored)})
-    other = Asked(target)
+    asyncckpt.save(tmp_path, {"model": AskedGraph(stored)})
+    other = AskedGraph(target)
     Loader(tmp_path, tensors={"model": other}).load()
     assert facts(other.adjacency) == as_torch_has_it(stored)
+
+
+class InExtraState(torch.nn.Module):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.tensor = torch.nn.Parameter(torch.zeros(2)), tensor
+
+    def get_extra_state(self) -> Any:
+        return {"tensor": self.tensor}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.tensor = state["tensor"]
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_of_an_extra_state(tmp_path: Path, pair: tuple[torch.Tensor, torch.Tensor], is_same: bool) -> None:
+    """Of another size, and of the same one with other values."""
+    stored, target = pair
+    if is_same and not stored.is_nested and not stored.is_quantized:  # Those are of the same size.
+        target = stored * 0
+    asyncckpt.save(tmp_path, {"model": InExtraState(stored)})
+    other = InExtraState(target)
+    Loader(tmp_path, tensors={"model": other}).load()
+    assert facts(other.tensor) == as_torch_has_it(stored)
 
 
 def test_each_save_has_what_is_there_then(tmp_path: Path, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -230,6 +257,75 @@ def test_a_file_of_torch_is_imported(tmp_path: Path, kind: str) -> None:
     torch.save({"model": {"x": stored}}, tmp_path / "file.pt")
     torch_file.import_checkpoint(tmp_path / "file.pt", tmp_path / "run")
     assert facts(asyncckpt.load(tmp_path / "run")["model"]["x"]) == as_torch_has_it(stored)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nested"])
+def test_a_file_of_torch_is_exported(tmp_path: Path, kind: str) -> None:
+    stored, _ = (make() for make in KINDS[kind])
+    asyncckpt.save(tmp_path / "run", {"model": {"x": stored, "y": torch.ones(2)}})
+    torch_file.export_checkpoint(tmp_path / "run", tmp_path / "file.pt")
+    assert facts(torch.load(tmp_path / "file.pt")["model"]["x"]) == as_torch_has_it(stored)
+
+
+@pytest.mark.parametrize(
+    ("kind", "export"),
+    [
+        ("nested", torch_file.export_checkpoint),
+        ("qint8", hf.export_checkpoint),
+        ("csr", hf.export_checkpoint),
+        ("channels", convert.export_checkpoint),
+        ("nested", recis.export_checkpoint),
+    ],
+)
+def test_what_a_file_cannot_hold_is_refused(tmp_path: Path, kind: str, export: Callable[[Path, Path], object]) -> None:
+    asyncckpt.save(tmp_path / "run", {"x": KINDS[kind][0]()})
+    with pytest.raises(asyncckpt.UnsupportedError, match=r"'x' is a torch\..*, which .* cannot hold"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["coo, rows", "csr", "qint8"])
+def test_one_tensor_does_not_get_the_values_of_two(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(1)
+    stored, target = KINDS[kind]
+    first, own = stored(), target()
+    before = facts(own)
+    asyncckpt.save(tmp_path / "other", {"a": first, "b": stored()})
+    with pytest.raises(IncompatibleError, match="the checkpoint has different values"):
+        Loader(tmp_path / "other", tensors={"a": own, "b": own}).load()
+    assert facts(own) == before
+    asyncckpt.save(tmp_path / "same", {"a": first, "b": first})
+    Loader(tmp_path / "same", tensors={"a": own, "b": own}).load()
+    assert facts(own) == as_torch_has_it(first)
+
+
+def test_none_is_changed_if_one_cannot_be_made(tmp_path: Path) -> None:
+    odd = torch.sparse_coo_tensor(torch.tensor([[0], [9]]), torch.ones(1), (5, 4), check_invariants=False)
+    target = coo(3)
+    before = facts(target)
+    asyncckpt.save(tmp_path, {"a": coo(2), "x": odd})
+    with pytest.raises(CorruptError, match=r"'x' cannot be made .*other tensors may be filled"):
+        Loader(tmp_path, tensors={"a": target, "x": coo(3)}).load()
+    assert facts(target) == before
+
+
+WITH_ERRORS = """
+import sys, warnings
+warnings.simplefilter("error")
+import asyncckpt
+asyncckpt.load(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("kind", ["coo, rows", "csr", "qint8", "nested"])
+def test_what_torch_warns_of_once_is_no_error(tmp_path: Path, kind: str) -> None:
+    asyncckpt.save(tmp_path, {"x": KINDS[kind][0]()})
+    subprocess.run([sys.executable, "-c", WITH_ERRORS, str(tmp_path)], check=True, timeout=120)
+
+
+def test_a_nested_tensor_without_parts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(asyncckpt.UnsupportedError, match="'x' has a layout"):
+        asyncckpt.save(tmp_path, {"x": torch.nested.nested_tensor([])})
 
 
 def test_nested_tensors_keep_the_sizes_of_their_parts(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 save:NAME, own:NAME, whole:NAME     save a tensor whose scale is the same on all ranks; each rank's own; that is not cut
 load:NAME                           load it into another one
-momentum:NAME, resume:NAME          train with momentum of such tensors, save, go on; resume in a fresh job, and go on
+momentum:NAME                       train with momentum of such tensors, save, and go on
+resume:NAME, partly:NAME            resume in a fresh job, or in one where a parameter has a state already, and go on
 """
 
 from __future__ import annotations
@@ -40,36 +41,42 @@ def here(tensor: Any) -> dict[str, Any]:
     return {"codes": local.codes.tolist(), "scale": local.scale.item()}
 
 
-def resumed(folder: Path, own: dict[str, Any], *, is_fresh: bool) -> dict[str, Any]:
-    """Train 3 steps and save, or load; then train 3 more."""
+def resumed(folder: Path, own: dict[str, Any], how: str) -> dict[str, Any]:
+    """Train 3 steps and save, or load, where one of two weights may have a state; then train 3 more."""
     torch.manual_seed(1)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weight = torch.nn.Parameter(distribute_tensor(torch.randn(ROWS, WIDTH), mesh, [Shard(0)]))
-    optimizer = Momentum8([weight])
-    state = {"weight": weight, "optimizer": optimizer}
+    weights = [torch.nn.Parameter(distribute_tensor(torch.randn(ROWS, WIDTH), mesh, [Shard(0)])) for _ in range(2)]
+    optimizer = Momentum8(weights)
+    state = {"weights": weights, "optimizer": optimizer}
 
     def train(first: int) -> None:
         for step in range(first, first + 3):
-            gradient = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+            for number, weight in enumerate(weights):
+                drawn = torch.Generator().manual_seed(10 * step + number)
+                weight.grad = distribute_tensor(torch.randn(ROWS, WIDTH, generator=drawn), mesh, [Shard(0)])
             optimizer.step()
 
-    if is_fresh:
+    if how != "momentum":
+        if how == "partly":
+            weights[0].grad = distribute_tensor(torch.ones(ROWS, WIDTH), mesh, [Shard(0)])
+            optimizer.step()
         asyncckpt.Loader(folder, tensors=state, **own).load()
     else:
         train(0)
         with asyncckpt.Saver(path=folder, tensors=state, **own) as saver:
             saver.save(3)
     train(3)
-    local = optimizer.state[weight]["momentum"]._local_tensor
-    return {"codes": local.codes.tolist(), "scale": local.scale.tolist(), "weight": weight.to_local().tolist()}
+    locals = [optimizer.state[weight]["momentum"]._local_tensor for weight in weights]
+    found = {"codes": [local.codes for local in locals], "scale": [local.scale for local in locals]}
+    found["weight"] = [weight.detach().to_local() for weight in weights]
+    return {key: torch.stack(each, 1).tolist() for key, each in found.items()}
 
 
 def done(word: str, folder: Path, own: dict[str, Any]) -> Any:
     how, _, name = word.partition(":")
     name = folder / name  # type: ignore[assignment]
-    if how in ("momentum", "resume"):
-        return resumed(name, own, is_fresh=how == "resume")  # type: ignore[arg-type]
+    if how in ("momentum", "resume", "partly"):
+        return resumed(name, own, how)  # type: ignore[arg-type]
     if how in ("save", "own", "whole"):
         scale = 2.0 + dist.get_rank() if how == "own" else 2.0
         tensor = spread(1, scale, is_whole=how == "whole")

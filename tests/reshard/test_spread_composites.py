@@ -34,13 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[Any]]:
-    words = ("save:same", "own:own", "whole:whole", "momentum:trained", "load:same", "load:own", "resume:trained")
+    saves = ("save:same", "own:own", "whole:whole", "momentum:trained")
+    words = (*saves, "load:same", "load:own", "resume:trained", "partly:trained")
     return dict(zip(words, by_ranks(folder, 2, *words), strict=True))
 
 
 @pytest.fixture(scope="module")
 def three(folder: Path, two: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    words = ("load:same", "load:own", "load:whole", "resume:trained")
+    words = ("load:same", "load:own", "load:whole", "resume:trained", "partly:trained")
     return dict(zip(words, by_ranks(folder, 3, *words), strict=True))
 
 
@@ -92,7 +93,9 @@ def test_a_tensor_that_every_rank_has_whole(two: dict[str, list[Any]], three: di
     assert rows_of(three["load:whole"]) == codes(1).tolist()
 
 
-def test_a_fresh_optimizer_goes_on(two: dict[str, list[Any]], three: dict[str, list[Any]]) -> None:
-    assert two["resume:trained"] == two["momentum:trained"]
+@pytest.mark.parametrize("how", ["resume", "partly"])
+def test_an_optimizer_goes_on(two: dict[str, list[Any]], three: dict[str, list[Any]], how: str) -> None:
+    """A fresh one, and one in which only one of two parameters has a state."""
+    assert two[f"{how}:trained"] == two["momentum:trained"]
     for key in ("codes", "weight", "scale"):
-        assert rows_of(three["resume:trained"], key) == rows_of(two["momentum:trained"], key)
+        assert rows_of(three[f"{how}:trained"], key) == rows_of(two["momentum:trained"], key)

@@ -138,6 +138,8 @@ class Momentum8(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 state = self.state[parameter]
                 local = getattr(parameter, "_local_tensor", parameter)  # Of a DTensor: each rank has rows of it.
                 if not state:

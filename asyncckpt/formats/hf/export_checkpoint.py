@@ -27,6 +27,7 @@ from asyncckpt.formats.stored_tensors import tensor_source, tensor_spec
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.options import Durability
 from asyncckpt.plan.contents import StoredDense, contents_of
+from asyncckpt.plan.layouts import check_without
 from asyncckpt.shard.reader import ChainReader
 
 SHARD_BYTES = 5_000_000_000
@@ -51,6 +52,7 @@ class ExportPlan:
         contents = contents_of(chain)
         for name, dtype in contents.unreadable.items():
             dtype_by_name(dtype, owner=name)
+        check_without(contents.tree, "a safetensors file")
         if not contents.dense:
             raise UnsupportedError(f"step {chain.step} holds no dense tensors", hint="there is nothing to export")
         for dense in contents.dense.values():

@@ -27,6 +27,7 @@ from asyncckpt.formats.run_export import run_export
 from asyncckpt.formats.stored_tensors import tensor_source, tensor_spec
 from asyncckpt.options import Durability
 from asyncckpt.plan.contents import Contents, StoredDense, contents_of
+from asyncckpt.plan.layouts import check_without
 from asyncckpt.shard.reader import ChainReader
 
 SHARDS_MAX = 65_536
@@ -54,6 +55,7 @@ class ExportPlan:
         """Check everything. UsageError, UnsupportedError, CorruptError."""
         check_int("shards", shards, at_least=1, at_most=SHARDS_MAX, optional=True)
         contents = contents_of(chain)
+        check_without(contents.tree, "a checkpoint of RecIS")
         names = check_names(columns, optimizer)
         for name, dtype in contents.unreadable.items():
             dtype_by_name(dtype, owner=name)

@@ -43,6 +43,7 @@ from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy, Durability
 from asyncckpt.plan.contents import Contents, contents_of
+from asyncckpt.plan.layouts import check_without, kind_of, parts_of
 from asyncckpt.shard.reader import READ_THREADS
 from asyncckpt.signals import uninterrupted
 from asyncckpt.staging.file_memory import FileMemory
@@ -60,6 +61,7 @@ class ExportPlan:
     def of(chain: Chain) -> ExportPlan:
         """Check everything. UnsupportedError for what torch.load would not give back, CorruptError."""
         contents = contents_of(chain)
+        check_without(contents.tree, "an exported file", kinds=("nested",))
         for name, dtype in contents.unreadable.items():
             dtype_by_name(dtype, owner=name)
         if not (contents.dense or contents.values):
@@ -182,7 +184,7 @@ def _plain(value: Any, dtypes: dict[int, torch.dtype]) -> Any:
     dtypes, which torch.save does: these get memory of their own. dtypes: of memory that was seen, by its address."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not kind_of(value):
         is_view = dtypes.setdefault(value.untyped_storage().data_ptr(), value.dtype) != value.dtype
         return value.clone() if is_view and value.numel() else value
     if isinstance(value, np.generic):
@@ -213,7 +215,10 @@ def _check_readable(value: Any, what: str) -> None:
 def _compare(found: Any, state: Any, path: Path, progress: Progress, where: str = "") -> None:
     """Compare what was read back with what was written. CorruptError."""
     is_same = type(found) is type(state)
-    if is_same and isinstance(state, torch.Tensor):
+    if is_same and isinstance(state, torch.Tensor) and (kind := kind_of(state)):
+        if is_same := kind == kind_of(found):
+            _compare(parts_of(found, kind), parts_of(state, kind), path, progress, where)
+    elif is_same and isinstance(state, torch.Tensor):
         is_same = found.dtype is state.dtype and found.shape == state.shape and _same_bits(found, state)
         progress.advance(state.nbytes)
     elif is_same and isinstance(state, Mapping):
