@@ -39,7 +39,7 @@ def run(ranks: int, name: str, how: str, folder: Path, rows: int = 192) -> tuple
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name.startswith("AdamW") else pytest.mark.slow) for name in TRAININGS]
+    "name", [pytest.param(name, marks=[] if name == "AdamW8bit" else pytest.mark.slow) for name in TRAININGS]
 )
 def test_a_spread_training_goes_on(tmp_path: Path, name: str) -> None:
     how = "resume" if TRAININGS[name] else "made"
@@ -51,6 +51,7 @@ def test_a_spread_training_goes_on(tmp_path: Path, name: str) -> None:
     assert more.get("image") == saved["image"], told
 
 
+@pytest.mark.slow
 def test_fewer_ranks(tmp_path: Path) -> None:
     saved, _ = run(3, "AdamW8bit", "save", tmp_path)
     fewer, told = run(2, "AdamW8bit", "resume", tmp_path)

@@ -63,7 +63,7 @@ BUDGET = {
         WHICH: 374,
         TRAINERS: 335,
         LAYOUTS: 261,
-        SPREAD: 551,
+        SPREAD: 552,
         STAGES: 440,
         HEARD: 305,
     },
