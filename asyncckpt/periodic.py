@@ -293,6 +293,9 @@ class PeriodicSaver:
         return replace(self._last, metadata=metadata if keep is None else keep.with_metric(metadata))
 
     def _saved(self, result: SaveResult) -> None:
+        if result.skipped:  # By another rank.
+            self._count(skipped_count=1)
+            return
         self._count(begun_count=1)
         self._committed(result)
 

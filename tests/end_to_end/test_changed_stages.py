@@ -194,7 +194,7 @@ def test_names_of_a_part_are_not_taken_for_those_of_the_whole(tmp_path: Path) ->
 
 
 def test_numbers_of_another_slice_are_not_believed(tmp_path: Path) -> None:
-    """Each slice of a list numbers its modules anew, so "0" is another one."""
+    """Each slice of a list numbers its modules from 0, so "0" is another one."""
 
     def made(count: int) -> State:
         m = nn.ModuleList([layer() for _ in range(4)])

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.model.result import SaveResult
 
 IN_A_CHILD: dict[str, Callable[[asyncckpt.Checkpointer], object]] = {
     "restore": lambda ckpt: ckpt.restore(),
@@ -111,3 +112,17 @@ def test_a_note_tells_of_both_saves_that_have_failed(tmp_path: Path, capfd: pyte
         raise IndexError
     told = "".join(getattr(caught.value, "__notes__", ())) + capfd.readouterr().err  # Notes are of Python 3.11.
     assert re.search(r"the second one.*; before that: .*the first one", told)
+
+
+def test_a_last_save_that_another_rank_has_skipped_is_not_taken_for_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = asyncckpt.Checkpointer(tmp_path, every=10, x=torch.zeros(2))
+    skipped = SaveResult(step=1, kind="full", path=tmp_path, skipped=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(ckpt._saver, "save", lambda *_, **__: skipped)
+        assert ckpt.save_now(1).skipped
+    assert ckpt.statistics().skipped_count == 1
+    assert ckpt.statistics().last_result is None
+    ckpt.close()
+    assert asyncckpt.list_steps(tmp_path) == [1]
