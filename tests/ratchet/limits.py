@@ -61,7 +61,7 @@ BUDGET = {
         CHANGED: 835,
         ROWS: 11,
         WHICH: 374,
-        TRAINERS: 335,
+        TRAINERS: 380,
         LAYOUTS: 261,
         SPREAD: 552,
         STAGES: 440,

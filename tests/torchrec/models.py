@@ -42,6 +42,10 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+import asyncckpt
+from tests.adapters.test_page import snippets
 
 ROWS = {"t1": 11, "t2": 26}
 DIM = 8
@@ -102,6 +106,10 @@ class ModelTraining:
         own = [parameter for name, parameter in named.items() if name not in fused]
         self.optimizer = torch.optim.Adam(own, lr=0.05) if own else None
 
+    def saved_optimizer(self) -> Any:
+        """What is saved of the optimizer."""
+        return self.optimizer
+
     def step(self, number: int) -> None:
         """Train on the batch of this number and rank."""
         if self.optimizer is not None:
@@ -114,13 +122,28 @@ class ModelTraining:
         """Every bit of this rank, by TorchRec's state dicts."""
         image = dict(flat_bits("model", self.model.state_dict()))
         if self.optimizer is not None:
-            image |= flat_bits("optimizer", self.optimizer.state_dict())
+            image |= flat_bits("optimizer", self.saved_optimizer().state_dict())
         if isinstance(self.model, DistributedModelParallel):
             image |= flat_bits("fused", self.model.fused_optimizer.state_dict()["state"])
         if isinstance(self.model, BareTbe):
             image |= flat_bits("rows", self.model.tbe.split_embedding_weights())
             image |= flat_bits("states", self.model.tbe.split_optimizer_states())
         return image
+
+
+class DenseKernels(ModelTraining):
+    """Split tables that an optimizer of torch trains, saved as docs/adapters.md says."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, sparse=True)
+        named = dict(model.named_parameters())
+        self.optimizer = KeyedOptimizerWrapper(named, lambda own: torch.optim.Adam(own, lr=0.05))
+        self.optimizer.init_state()
+
+    def saved_optimizer(self) -> Any:
+        namespace: dict[str, Any] = {}
+        exec(snippets()[1], namespace)
+        return namespace["SpreadMoments"](self.model, self.optimizer)
 
 
 def batch(number: int, highs: list[int]) -> KeyedJaggedTensor:
@@ -177,12 +200,18 @@ def sharded(
     )
 
 
-def shard_of(sharding: str, number: int) -> Any:
+def dense_kernels(seed: int, *, sharding: str) -> ModelTraining:
+    torch.manual_seed(seed)
+    per_table = {name: shard_of(sharding, number, "dense") for number, name in enumerate(ROWS)}
+    return DenseKernels(distributed(PooledModel(bag_collection(), 2 * DIM), EmbeddingBagCollectionSharder(), per_table))
+
+
+def shard_of(sharding: str, number: int, kernel: str = "fused") -> Any:
     world = dist.get_world_size()
     return {
-        "table_wise": lambda: table_wise(rank=number % world, compute_kernel="fused"),
-        "row_wise": lambda: row_wise(compute_kernel="fused"),
-        "column_wise": lambda: column_wise(ranks=[0, world - 1], compute_kernel="fused"),
+        "table_wise": lambda: table_wise(rank=number % world, compute_kernel=kernel),
+        "row_wise": lambda: row_wise(compute_kernel=kernel),
+        "column_wise": lambda: column_wise(ranks=[0, world - 1], compute_kernel=kernel),
         "data_parallel": data_parallel,
     }[sharding]()
 
@@ -284,6 +313,9 @@ def flat_bits(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             yield from flat_bits(f"{name}@{list(shard.metadata.shard_offsets)}", shard.tensor)
+    elif isinstance(value, asyncckpt.Sharded):
+        for piece in value.pieces:
+            yield from flat_bits(f"{name}@{list(piece.begin)}", piece.tensor)
     elif isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         yield name, (str(value.dtype), tuple(value.shape), flat.numpy().tobytes())

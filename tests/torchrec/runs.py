@@ -126,7 +126,7 @@ def remembered(table: Table, since: Remembered | None = None) -> tuple[Remembere
 
 def dense(training: ModelTraining) -> dict[str, Any]:
     state: dict[str, Any] = {"model": dense_state_of(training.model)}
-    return state if training.optimizer is None else {**state, "optimizer": training.optimizer}
+    return state if training.optimizer is None else {**state, "optimizer": training.saved_optimizer()}
 
 
 def run_resharded(make: Callable[[int], ModelTraining], folder: Path) -> list[str]:

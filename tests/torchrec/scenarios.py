@@ -4,6 +4,7 @@ from __future__ import annotations
 
 OPTIMIZERS = ("EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD", "EXACT_SGD")
 SHARDINGS = ("table_wise", "column_wise", "row_wise")
+SPLIT = ("column_wise", "row_wise")
 POLICIES = ("lfu", "lru", "distance_lfu")
 
 Scenario = tuple[str, dict[str, object]]
@@ -24,16 +25,24 @@ SHARDED: dict[str, Scenario] = {
     },
     "data parallel": ("sharded", {"sharding": "data_parallel", "optimizer": "EXACT_SGD"}),
     **{f"sharded zch {policy}": ("sharded_zch", {"policy": policy}) for policy in POLICIES},
+    **{f"{sharding} dense kernels": ("dense_kernels", {"sharding": sharding}) for sharding in SPLIT},
     # Of two ranks one has all of the first table, and the other one none of it.
     "of one row": ("sharded", {"sharding": "row_wise", "optimizer": "EXACT_ADAGRAD", "rows": {"t1": 1, "t2": 26}}),
 }
 
 # Lookups that are tracked, on every rank of every world, and models without any that could be.
 TRACKED: dict[str, Scenario] = {
-    f"tracked {name}": scenario for name, scenario in SHARDED.items() if "zch" not in name and "parallel" not in name
+    f"tracked {name}": scenario
+    for name, scenario in SHARDED.items()
+    if "zch" not in name and "parallel" not in name and "dense" not in name
 }
 UNTRACKED: dict[str, Scenario] = {
-    f"not {name}": SHARDED[name] for name in ("data parallel", *(f"sharded zch {policy}" for policy in POLICIES))
+    f"not {name}": SHARDED[name]
+    for name in (
+        "data parallel",
+        *(f"{sharding} dense kernels" for sharding in SPLIT),
+        *(f"sharded zch {policy}" for policy in POLICIES),
+    )
 }
 
 # On one rank, from what two have saved.
