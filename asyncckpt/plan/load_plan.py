@@ -321,6 +321,8 @@ class _Match:
             left: set[str] = set()
             for column in columns:
                 self._check_column(name, column, stored, schema.column(column), resized, left)
+            if left:  # Slots of one optimizer belong together: a first moment is of no use to a new second one.
+                left |= {each.name for each in schema.columns if each.role is Role.OPTIMIZER and each.name in columns}
             columns = [column for column in columns if column not in left]
             for shard in stored.shards:
                 if owns_ids(table) or may_share_ids(shard.shard, table.shard):
@@ -354,11 +356,12 @@ class _Match:
         if tuple(wanted.row_shape) != tuple(spec.shape[1:]):
             if self._is_resized(table, tuple(wanted.row_shape), spec.shape[1:]):
                 resized.add(column)
-            elif not self._strict and wanted.role is Role.OPTIMIZER:  # As in a new row.
+            elif wanted.role is Role.OPTIMIZER and not self._strict:  # As in a new row.
                 left.add(column)
                 return
             else:
-                self.problems.append(f"{what} has rows {wanted.row_shape}, the checkpoint {spec.shape[1:]}")
+                problems = self.passing if wanted.role is Role.OPTIMIZER else self.problems
+                problems.append(f"{what} has rows {wanted.row_shape}, the checkpoint {spec.shape[1:]}")
         self._check_dtype(what, wanted.dtype, dtype_by_name(spec.dtype, owner=spec.name).dtype)
 
     def _check_dtype(self, what: str, wanted: torch.dtype, stored: torch.dtype) -> None:

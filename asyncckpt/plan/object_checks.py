@@ -316,10 +316,10 @@ def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown:
     classes: those of the object that was saved, as far as they are known.
     """
     names = class_names(own)
-    if not set(names).isdisjoint(classes):
-        return None
     base = next(base for base in CLASSES_OF if isinstance(own, base))
     ours, theirs = (next((name for name in item if is_torchs(name, base)), None) for item in (names, classes))
+    if not set(names).isdisjoint(classes) and (ours == theirs or not (ours and theirs)):  # AdamW is an Adam to torch.
+        return None
     is_scheduler, is_torchs_own = base is lr_scheduler.LRScheduler, bool(names) and ours == names[0]
     is_adams = "amsgrad" in unknown  # No version of torch has taken it from a class.
     lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER

@@ -200,7 +200,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise must_be("state of a sparse optimizer", "a mapping with 'param_groups' and 'state'", found)
         groups = state_dict["param_groups"]
         if not isinstance(groups, list) or len(groups) != len(self.param_groups):
-            raise must_be("param_groups of the state of a sparse optimizer", f"{len(self.param_groups)} groups", groups)
+            found = f"{len(groups)} groups" if isinstance(groups, list) else type(groups)
+            raise must_be("param_groups of the state of a sparse optimizer", f"{len(self.param_groups)} groups", found)
         for own, group in zip(self.param_groups, groups, strict=True):
             self._check_stored(own, group)
         steps = state_dict["state"]
@@ -274,10 +275,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         return numbers
 
     def _check_stored(self, own: dict[str, Any], stored: object) -> None:
-        names = sorted(self._names())
-        if not isinstance(stored, Mapping) or not set(names) <= set(stored):
-            found = sorted(map(str, stored)) if isinstance(stored, Mapping) else type(stored)
-            raise must_be("group of the state of a sparse optimizer", f"a mapping with {names}", found)
+        if not isinstance(stored, Mapping):
+            raise must_be("group of the state of a sparse optimizer", "a mapping", type(stored))
+        if lacking := sorted(set(self._names()) - set(stored)):
+            raise UsageError(f"the state is not that of a {type(self).__name__}: it lacks {lacking}")
         if stored.get("tables") != own["tables"]:
             what = "state of a sparse optimizer is that of other tables"
             raise UsageError(what, found=stored.get("tables"), expected=own["tables"])

@@ -206,7 +206,7 @@ def good_state() -> dict[str, Any]:
     [
         (lambda state: state.pop("state"), r"state of a sparse optimizer must be .*; got \['param_groups'\]"),
         (lambda state: state["param_groups"].clear(), "param_groups of the state of a sparse optimizer must be"),
-        (lambda state: state["param_groups"][0].pop("eps"), "group of the state of a sparse optimizer must be"),
+        (lambda state: state["param_groups"][0].pop("eps"), r"not that of a SparseAdagrad: it lacks \['eps'\]"),
         (lambda state: state["param_groups"][0].update(eps="0"), "eps of a sparse optimizer must be .*; got '0'"),
         (lambda state: state["param_groups"][0].update(lr=math.inf), "lr of a sparse optimizer must be .*; got inf"),
         (lambda state: state["param_groups"][0].update(params=[0, 1]), "params of the state"),
