@@ -210,10 +210,11 @@ class PeriodicSaver:
             if not self._is_last_to_save(error):
                 self._handle_all(self._take_errors())
                 return
-            with self._handling(), self._reporting():
-                await self._saver.when_free()
-                last = self._last_of_loop(self._interruption(error))
-                self._saved(await self._saver.save_async(last.step, metadata=last.metadata))
+            with self._handling():
+                await self._saver.when_free()  # Errors of saves that the program has made itself are known then.
+                with self._reporting():
+                    last = self._last_of_loop(self._interruption(error))
+                    self._saved(await self._saver.save_async(last.step, metadata=last.metadata))
 
     def _finish(self, error: BaseException | None) -> None:
         """Wait for what is in flight, and save the last step unless that has done so. error: what ends the loop."""

@@ -25,7 +25,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import Path, descend, kinds_in, leaves, path_name, tensor_paths
+from asyncckpt.format.tree import Node, Path, composites, descend, kinds_in, leaves, path_name, tensor_paths
 from asyncckpt.format.values import COMPOSITE
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_targets import Rebuilt
@@ -64,8 +64,7 @@ class Changes:
     ) -> tuple[Changes, Chain]:
         """Check them, and return them with a checkpoint under the new names. UsageError.
 
-        The next restore renames once more: then all have their new names, and stay. Where the checkpoint has both, and
-        the model too, it is done.
+        The next restore renames once more: then all have their new names, and stay.
         """
         by_new = {new: old for old, new in rename.items()}
         for old, new in rename.items():
@@ -74,7 +73,7 @@ class Changes:
             if above:
                 hint = "the next restore would rename it once more; a filter_func, for one restore, can exchange names"
                 raise UsageError(f"rename gives names that it takes away: {old!r} -> {new!r}", found=above, hint=hint)
-        tensors = {path_name(path) for part in chain.newest.parts for path, _ in leaves(part.tree)}
+        tensors = {name for part in chain.newest.parts for name in _names_in(part.tree)}
         tables = {facts.name for part in chain.newest.parts for facts in part.tables}
         below: dict[str, list[str]] = defaultdict(list)
         for name in tensors | tables:
@@ -82,24 +81,11 @@ class Changes:
                 below[begin].append(name)
         if strict and (unknown := [old for old, new in rename.items() if not (below.get(old) or below.get(new))]):
             raise UsageError("rename has unknown names", found=sorted(unknown), expected=sorted(tensors | tables)[:16])
-        chosen, own = dict[str, str](), set[str]()
+        own, chosen = {*own_tables, *_names_in(flatten(own_state).tree)}, dict[str, str]()
         for old, new in rename.items():
-            # What is below the new name already has been renamed, where something was put around it.
-            left = [name for name in below.get(old, ()) if not (len(new) > len(old) and _is_at(name, new))]
-            both = [
-                (name, called)
-                for name in left
-                if (called := new + name[len(old) :]) in (tensors if name in tensors else tables)
-                and not _is_at(called, old)
-            ]
-            if not both:
-                chosen |= {old: new} if left else {}
-                continue
-            own = own or {*own_tables, *(path_name(path) for path, _ in leaves(flatten(own_state).tree))}
-            if not {name for pair in both for name in pair} <= own:
-                what = f"rename gives {both[0][0]!r} the name {both[0][1]!r}, and the checkpoint has both"
-                hint = "leave out what is renamed already; of what is not, a filter_func loads one of both"
-                raise UsageError(what, hint=hint)
+            called = {name: new + name[len(old) :] for name in below.get(old, ())}
+            wanted = _not_renamed_yet(called, below.get(new, ()), tables, tensors, own)
+            chosen |= {old: new} if wanted and len(wanted) == len(called) else {name: called[name] for name in wanted}
         names = Names(chosen)
         renamed = names.chain(chain)
         pairs = zip(chain.newest.parts, renamed.newest.parts, strict=True)
@@ -116,9 +102,39 @@ class Changes:
         return not self.resized.isdisjoint(_begins([name]))
 
 
-def _is_at(name: str, begin: str) -> bool:
-    """Return whether a name is this one, or one below it."""
-    return name == begin or name.startswith(f"{begin}.")
+def _names_in(tree: Node) -> set[str]:
+    """Return the names of the tensors and values in a tree; one that consists of several has one."""
+    whole = {path for path, _ in composites(tree)}
+    ends = ((path, range(1, len(path))) for path, _ in leaves(tree))
+    return {path_name(next((path[:end] for end in each if path[:end] in whole), path)) for path, each in ends}
+
+
+def _not_renamed_yet(
+    called: Mapping[str, str], at_new: Sequence[str], tables: set[str], tensors: set[str], own: set[str]
+) -> set[str]:
+    """Return which names of a checkpoint one rename is for, by the names that the model has: some may have been renamed
+    before, or be of what has an old name now. called: what it makes of them. at_new: what is there under the new name.
+
+    A name that the model has no more is renamed if the model has what it becomes; the other way round it stays. Where
+    the model has both, or neither, it goes by the others.
+    """
+    wanted, kept, left = set[str](), set[str](), set[str]()
+    for name, new in called.items():
+        if new not in called and new in (tables if name in tables else tensors):
+            if name not in own and new in own:
+                what = f"rename gives {name!r} the name {new!r}, and the checkpoint has both"
+                hint = "leave out what is renamed already; of what is not, a filter_func loads one of both"
+                raise UsageError(what, hint=hint)
+            kept.add(name)
+        elif (name in own) == (new in own):
+            left.add(name)
+        else:
+            (kept if name in own else wanted).add(name)
+    is_done = bool(kept or own.intersection(at_new).difference(called))
+    if wanted and is_done and (both := sorted(left & own)):
+        what = f"nobody can tell whether {both[0]!r} is renamed already"
+        raise UsageError(what, hint=f"name what is to be renamed one by one: {sorted(wanted)[:8]}")
+    return wanted | left if wanted or not is_done else wanted
 
 
 def _begins(names: Collection[str]) -> set[str]:
@@ -258,8 +274,12 @@ class _OfTorch:
         if is_same and was == shapes and not changed._changes.names.new:
             return stored
         is_renamed = len(numbers) == len(order) == len(shapes) and changed._parameters.are_others(self._paths)
-        if changed._strict and not is_same and not is_renamed:
-            raise UsageError("its parameters are others, or in another order, than those that were saved")
+        now = [{numbers.get(number) for number in group["params"]} for group in own["param_groups"]]
+        is_regrouped = now != [set(group["params"]) for group in groups]
+        if changed._strict and not is_same and (is_regrouped or not is_renamed):
+            raise UsageError(
+                "its parameters are others, or in another order or other groups, than those that were saved"
+            )
         is_lbfgs = isinstance(self._item.owner, torch.optim.LBFGS)  # It has one state for all of them.
         if (is_lbfgs or not self._is_whole) and (was != shapes or not is_same):
             raise UsageError("its parameters have changed, and its state can only be taken as a whole")
@@ -267,14 +287,14 @@ class _OfTorch:
         state: dict[Any, Any] = {key: value for key, value in stored["state"].items() if type(key) is str}
         named, taken = [group for group in own["param_groups"] for _ in group["params"]], set[Any]()
         fitted = list(self._groups(own["param_groups"], groups, numbers))
-        now, then = ([group for group in each for _ in group["params"]] for each in (fitted, groups))
+        is_now, then = ([group for group in each for _ in group["params"]] for each in (fitted, groups))
         of = dict(zip(order, then, strict=True))
         for number, (before, shape) in enumerate(zip(was, shapes, strict=True)):
             entries = stored["state"].get(numbers.get(number))
             if entries is not None and before != shape:
                 entries = _with_shape(entries, before, shape, named[number])
             if entries is not None:
-                self._check_options(now[number], of[numbers[number]])
+                self._check_options(is_now[number], of[numbers[number]])
                 state[number] = _copied(entries) if numbers[number] in taken else entries
                 taken.add(numbers[number])
                 continue
@@ -339,6 +359,8 @@ def _with_shape(
     """Return the state of a parameter in another shape; None for one that has tensors of still other shapes."""
     found = dict(entries)
     for key, value in entries.items():
+        if isinstance(value, (Mapping, list, tuple)) and any(isinstance(each, torch.Tensor) for each in value):
+            return None
         if not isinstance(value, torch.Tensor) or not value.dim():
             continue
         if tuple(value.shape) != was:

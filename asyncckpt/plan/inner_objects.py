@@ -20,16 +20,30 @@ def inner_objects(item: Rebuilt) -> list[Rebuilt]:
     return [Rebuilt(path=(*item.path, name), owner=part, tree=VALUE) for name, part in parts]
 
 
+def without_parts(
+    inner: Sequence[Rebuilt], wanted: Sequence[Path], left_out: list[Path], not_wanted: set[Path]
+) -> list[Path]:
+    """Return what a filter has left out but for whole parts, which stay as they are: these are added to not_wanted."""
+    for part in inner:
+        below = {path for path in wanted if path[: len(part.path)] == part.path}
+        if below and below.issubset(left_out):
+            not_wanted.add(part.path)
+            left_out = [path for path in left_out if path not in below]
+    return left_out
+
+
 def with_inner_states(
-    inner: Sequence[Rebuilt], left: Collection[Path], fits: Mapping[Path, Callable[[Any], Any]]
+    inner: Sequence[Rebuilt], left: Sequence[Collection[Path]], fits: Mapping[Path, Callable[[Any], Any]]
 ) -> Callable[[Any], Any]:
-    """Return what makes a state with those of other objects fit. left: the paths of those that stay as they are."""
+    """Return what makes a state with those of other objects fit. left: the paths of those that stay as they are, when
+    it is called.
+    """
 
     def fit(state: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(state)
         for part in inner:
             name = part.path[-1]
-            if part.path in left:
+            if any(part.path in each for each in left):
                 found[name] = part.owner.state_dict()
             elif part.path in fits:
                 found[name] = fits[part.path](state[name])
@@ -49,7 +63,7 @@ def of_module(item: Rebuilt, stored: Any) -> list[str]:
         return [f"{name!r} is a module, and the state of another one was saved"]
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and isinstance(stored[key], torch.Tensor):
-            shape, there = tuple(value.shape), tuple(stored[key].shape)
-            if shape != there:
-                return [f"{name!r} has {key!r} of shape {shape}, the checkpoint {there}"]
+            own, there = ((each.dtype, tuple(each.shape)) for each in (value, stored[key]))
+            if own != there:
+                return [f"{name!r} has {key!r} as {own[0]} {own[1]}, the checkpoint {there[0]} {there[1]}"]
     return []

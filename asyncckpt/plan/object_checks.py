@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 _LIKE_PARAMETERS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg", "ax")
 ) | {"acc_delta", "prev", "step_size", "variance"}
+# Without which these fail at the next step.
+_KEEPS = {
+    "Adam": "exp_avg_sq",
+    "AdamW": "exp_avg_sq",
+    "RAdam": "exp_avg_sq",
+    "NAdam": "mu_product",
+    "Adamax": "exp_inf",
+}
 # Options that torch's optimizers have got since they are there, and what others put into groups.
 _MAY_DIFFER = frozenset(
     ("params", "param_names", "initial_lr", "foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
@@ -73,7 +81,7 @@ class ObjectChecks:
         self.left: dict[Path, list[str]] = {}
         self.missing: dict[str, None] = {}
         self.fits: dict[Path, Callable[[Any], Any]] = {}
-        self._inner: dict[Path, list[Rebuilt]] = {}
+        self._inner, self._not_wanted = dict[Path, list[Rebuilt]](), set[Path]()
         self._contents, self._targets, self._loads, self._strict = contents, targets, loads, strict
         self._dense = {item.path: item for item in contents.dense.values()}
         self._was = {} if changes is None else changes.was
@@ -105,11 +113,14 @@ class ObjectChecks:
             if not self._contents.has(item.path) and not (item.is_module and item.path in filled):
                 continue
             left_out = [path for path in wanted[item.path] if path not in made]
+            if left_out and item.path in self._inner:
+                from asyncckpt.plan.inner_objects import without_parts
+
+                left_out = without_parts(self._inner[item.path], wanted[item.path], left_out, self._not_wanted)
             if not item.is_module and left_out:
                 if len(left_out) < len(wanted[item.path]):
-                    name = path_name(left_out[0])
-                    what = f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out"
-                    self.incomplete.append(what)
+                    name, at = path_name(left_out[0]), path_name(item.path)
+                    self.incomplete.append(f"state of {at!r} is incomplete: {name!r} was filtered out")
                 continue
             problems = self.problems(item) if self._contents.has(item.path) else []
             if problems and not self._strict:
@@ -121,7 +132,8 @@ class ObjectChecks:
         if self._strict:
             return tuple(chosen)
         inner = [part for item in chosen if item.path in self._inner for part in self._inner[item.path]]
-        loaded = {id(item.owner) for item in (*chosen, *inner) if item.path not in self.left}
+        stay = {*self.left, *self._not_wanted}
+        loaded = {id(item.owner) for item in (*chosen, *inner) if item.path not in stay}
         for part in inner:
             self._is_of_another(part, loaded)
         return tuple(item for item in chosen if not self._is_of_another(item, loaded))
@@ -183,12 +195,15 @@ class ObjectChecks:
 
         found: list[str] = []
         for part in self._inner[item.path]:
+            if part.path in self._not_wanted:
+                continue
             problems = of_module(part, stored[part.path[-1]]) if part.is_module else self.problems(part)
             if problems and not self._strict:
                 self.left[part.path], self.missing[path_name(part.path)] = problems, None
             found += problems
         if self._changed is not None:
-            self.fits[item.path] = with_inner_states(self._inner[item.path], self.left.keys(), self.fits)
+            stay = self.left.keys(), self._not_wanted  # To which schedules may be added.
+            self.fits[item.path] = with_inner_states(self._inner[item.path], stay, self.fits)
         return found if self._strict else []
 
     def _state(self, path: Path) -> Any:
@@ -223,6 +238,10 @@ class ObjectChecks:
             return
         if not is_fitted:
             yield from self._other_order(own, groups)
+        keeps, entries = _KEEPS.get(type(own).__name__), [*stored["state"].values()]
+        if keeps and any(isinstance(each, Mapping) and each and keeps not in each for each in entries):
+            yield f"keeps {keeps!r} of parameters, and the checkpoint has none of it: it is of another class"
+            return
         numbers = [number for group in groups for number in group.get("params", [])]
         parameters = [parameter for group in own.param_groups for parameter in group["params"]]
         yield from _other_shapes(own, dict(zip(numbers, parameters, strict=True)), stored.get("state"))

@@ -200,8 +200,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise must_be("state of a sparse optimizer", "a mapping with 'param_groups' and 'state'", found)
         groups = state_dict["param_groups"]
         if not isinstance(groups, list) or len(groups) != len(self.param_groups):
-            found = f"{len(groups)} groups" if isinstance(groups, list) else type(groups)
-            raise must_be("param_groups of the state of a sparse optimizer", f"{len(self.param_groups)} groups", found)
+            count = f"{len(groups)} groups" if isinstance(groups, list) else type(groups)
+            raise must_be("param_groups of the state of a sparse optimizer", f"{len(self.param_groups)} groups", count)
         for own, group in zip(self.param_groups, groups, strict=True):
             self._check_stored(own, group)
         steps = state_dict["state"]

@@ -6,14 +6,17 @@ The oracle is an optimizer that nothing was loaded into.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import asyncckpt
 from asyncckpt import optim
 from asyncckpt.errors import IncompatibleError
-from tests.end_to_end.test_changed_optimizers import State, layers, restore, save, steps
+from asyncckpt.trainer_state import StepCounter, TrainerState
+from tests.end_to_end.test_changed_optimizers import State, layer, layers, restore, save, steps
 
 
 class OwnAdam(torch.optim.Adam):
@@ -84,3 +87,101 @@ def test_of_slots_that_belong_together_none_is_loaded_where_one_is_not(tmp_path:
     assert not rows["exp_avg"].any()
     assert not rows["exp_avg_sq"].any()
     assert steps(now["o"]) == {"t": 0}
+
+
+# -- parts of a TrainerState -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_filter_that_leaves_out_an_optimizer_in_a_trainer_state_leaves_out_nothing_else(
+    tmp_path: Path, strict: bool
+) -> None:
+    """The step counter beside it was not loaded, without a word."""
+
+    def made() -> State:
+        model = layers("ab")
+        optimizer = torch.optim.Adam(model.named_parameters(), lr=0.5)
+        return {"m": model, "t": TrainerState(StepCounter(), o=optimizer), "o": optimizer}
+
+    was = made()
+    was["t"].step.advance()
+    with_o = was.pop("o")
+    for parameter in was["m"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with_o.step()
+    with asyncckpt.Checkpointer(tmp_path, every=1, options={"durability": "none"}, **was) as ckpt:
+        ckpt.step(0)
+    now = made()
+    optimizer = now.pop("o")
+    restore(
+        tmp_path,
+        now,
+        strict=strict,
+        filter_func=lambda info: {name: info[name] for name in info if not name.startswith("t.o.")},
+    )
+    assert int(now["t"].step) == 1
+    assert len(optimizer.state) == 0
+    assert torch.equal(now["m"]["a"].weight, was["m"]["a"].weight)
+
+
+@pytest.mark.parametrize("holder", ["trainer", "a plain dict"])
+@pytest.mark.parametrize(
+    ("was", "now"), [("Adamax", "Adam"), ("Adamax", "RAdam"), ("RAdam", "Adamax"), ("Adam", "NAdam")]
+)
+def test_a_state_without_what_an_optimizer_keeps_is_refused(tmp_path: Path, holder: str, was: str, now: str) -> None:
+    """It was loaded, and the next step raised KeyError."""
+
+    def made(kind: str, *, as_dict: bool = False) -> State:
+        model = layers("ab")
+        optimizer = getattr(torch.optim, kind)(model.named_parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if as_dict:
+            optimizer.step()
+        held = TrainerState(o=optimizer) if holder == "trainer" else optimizer.state_dict() if as_dict else optimizer
+        return {"m": model, "t": held}
+
+    with asyncckpt.Checkpointer(tmp_path, every=1, options={"durability": "none"}, **made(was, as_dict=True)) as ckpt:
+        ckpt.step(0)
+    state = made(now)
+    before = state["m"]["a"].weight.clone()
+    with pytest.raises(IncompatibleError, match=r"nothing was changed: '[to.]+' (keeps|is of class)"):
+        restore(tmp_path, state)
+    assert torch.equal(state["m"]["a"].weight, before)
+
+
+def test_a_module_of_another_dtype_in_a_trainer_state_is_refused(tmp_path: Path) -> None:
+    was = {"t": TrainerState(average=layer())}
+    with asyncckpt.Checkpointer(tmp_path, every=1, options={"durability": "none"}, **was) as ckpt:
+        ckpt.step(0)
+    with pytest.raises(IncompatibleError, match=r"nothing was changed: 't.average' has 'weight' as torch.bfloat16"):
+        restore(tmp_path, {"t": TrainerState(average=layer().bfloat16())})
+
+
+class KeepsList(torch.optim.SGD):
+    """Has a list of tensors for each parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                history = self.state[parameter].setdefault("history", [])
+                history.append(parameter.grad.clone())
+                parameter.data.sub_(sum(history))
+
+
+def test_a_resize_begins_anew_where_a_state_has_lists_of_tensors(tmp_path: Path) -> None:
+    """The tensors in the list kept their old shape, and the next step raised."""
+
+    def made(size: int) -> State:
+        model = nn.ModuleDict({"a": nn.Linear(2, size, bias=False)})
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return {"m": model, "o": KeepsList(model.named_parameters(), lr=1.0)}
+
+    was, now = made(2), made(3)
+    was["o"].step()
+    with asyncckpt.Checkpointer(tmp_path, every=1, options={"durability": "none"}, **was) as ckpt:
+        ckpt.step(0)
+    report, _ = restore(tmp_path, now, resize=["m"])
+    assert list(report.missing) == ["o of m.a.weight"]
+    now["o"].step()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,32 @@ def test_an_earlier_error_does_not_keep_the_last_step_from_being_saved(tmp_path:
         with warned, asyncckpt.PeriodicSaver(saver, every_steps=100, on_error="warn") as periodic:
             periodic.step(2)
     assert asyncckpt.list_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_save_of_the_program_itself_that_fails_keeps_the_last_step_of_an_async_block_from_nothing(
+    tmp_path: Path, on_error: Any
+) -> None:
+    fails = [True]
+
+    def once(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+        if not fails:
+            return blocks
+        fails.clear()
+        time.sleep(0.5)  # So that the block ends while it is in flight.
+        return failing(blocks)
+
+    async def run() -> None:
+        saver = make(tmp_path, filter_func=once)
+        async with asyncckpt.PeriodicSaver(saver, every_steps=100, on_error=on_error) as periodic:
+            saver.save_async(5)
+            periodic.step(6)
+
+    why = "disk on fire"
+    is_raised = pytest.raises(asyncckpt.errors.FilterError, match=why)
+    with is_raised if on_error == "raise" else pytest.warns(RuntimeWarning, match=why):
+        asyncio.run(run())
+    assert asyncckpt.list_steps(tmp_path) == [6]
 
 
 def causes(error: BaseException) -> list[BaseException]:

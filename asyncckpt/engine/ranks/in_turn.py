@@ -82,7 +82,7 @@ class StepInTurn:
         """The ranks that have not called."""
         return tuple(rank for rank in self.missing if rank not in self.running)
 
-    def not_come(self) -> PeerError:
+    def not_come(self, hint: str = "save all parts of the step again") -> PeerError:
         """Return the error that says whose parts have not come."""
         missing = self.awaited
         shown = ", ".join(map(str, missing[:RANKS_SHOWN_MAX])) + (" and more" if len(missing) > RANKS_SHOWN_MAX else "")
@@ -90,7 +90,7 @@ class StepInTurn:
             f"step {self.claim.step} was not committed",
             rank=missing[0],
             cause=f"{len(missing)} of {self.ranks_count} ranks have not saved their parts: {shown}",
-            hint="save all parts of the step again",
+            hint=hint,
         )
 
     def give_up(self, why: str) -> None:
@@ -223,7 +223,7 @@ def claim_in_turn(ranks: Ranks, root: WriteRoot, step: int | None) -> Claim:
         turn = _steps[claim.place] = StepInTurn(claim, ranks.ranks_count)
     is_same = step in (None, turn.claim.step) and ranks.ranks_count == turn.ranks_count
     if not is_same or ranks.rank not in turn.awaited:
-        error = turn.not_come()
+        error = turn.not_come(hint="this call has saved nothing: make it again, or save all parts of that step again")
         turn.give_up(cause_of(error))
         raise error
     turn.running.add(ranks.rank)
