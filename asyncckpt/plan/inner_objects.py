@@ -23,7 +23,7 @@ def inner_objects(item: Rebuilt) -> list[Rebuilt]:
 def without_parts(
     inner: Sequence[Rebuilt], wanted: Sequence[Path], left_out: list[Path], not_wanted: set[Path]
 ) -> list[Path]:
-    """Return what a filter has left out but for whole parts, which stay as they are: these are added to not_wanted."""
+    """Return what a filter has left out, without whole parts, which stay as they are: these are added to not_wanted."""
     for part in inner:
         below = {path for path in wanted if path[: len(part.path)] == part.path}
         if below and below.issubset(left_out):
