@@ -116,7 +116,7 @@ test-native: $(READY) ## the core's own test programs, under sanitizers
 	ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) -m slow tests/core_programs -n $(WORKERS) $(ARGS)
 
 test-slow: $(READY) ## the tests that take long, but for those of test-native
-	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow --ignore=tests/core_programs $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 $(PYTEST) --timeout=1800 -m slow --ignore=tests/core_programs $(PARALLEL) $(ARGS)
 
 test-random: $(READY) ## other random examples than those that the suite draws each time, and more; prints its seed
 	@echo "make test-random SEED=$(SEED) repeats this"
