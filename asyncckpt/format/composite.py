@@ -73,8 +73,8 @@ class Composite:
         """As people read it."""
         return f"{self.module}.{self.kind}"
 
-    def differences(self, stored: Composite) -> Iterator[str]:
-        """Return where a target's facts, these, differ from those of a checkpoint. The module may: classes move."""
+    def differences(self, stored: Composite, *, in_place: bool = False) -> Iterator[str]:
+        """Return where a target's facts differ from those stored; the module may. in_place: it is not renewed."""
         for what, own, theirs in (
             ("class", self.kind, stored.kind),
             ("dtype", self.dtype, stored.dtype),
@@ -82,7 +82,7 @@ class Composite:
         ):
             if own != theirs:
                 yield f"its {what} is {own}, the checkpoint's {theirs}"
-        if self.kind == stored.kind and not self.is_renewed:
+        if self.kind == stored.kind and (in_place or not self.is_renewed):
             own, theirs = self.context, stored.context
             if (self.rows is None) != (stored.rows is None):
                 own, theirs = (of_any_shard(each.context) for each in (self, stored))
@@ -100,7 +100,8 @@ def decode_composite(value: Json, *, owner: str) -> Composite:
     if len(dumps(context)) > CONTEXT_BYTES_MAX or not _is_well_formed(context):
         raise CorruptError(f"{owner} has a context that is too large, nested too deeply or of no known form")
     rows = fields.members.get("rows")
-    if rows is not None and (type(rows) is not list or not all(type(name) is str for name in rows)):
+    is_list = type(rows) is list and all(type(name) is str for name in rows)
+    if rows is not None and (not is_list or fields.text("module") == "torch"):
         raise CorruptError(f"{owner} names no inner tensors that are cut", found=shown(rows))
     names = None if rows is None else tuple(rows)
     return Composite(fields.text("class"), fields.text("module"), fields.text("dtype"), shape, strides, context, names)

@@ -34,7 +34,7 @@ VALUE = ("value",)
 Node = tuple[Any, ...]
 Key = Any  # str, or (type name, value)
 Path = tuple[Key, ...]
-Compose = Callable[[str, dict[str, Any]], Any]  # Makes a composite of its facts and inner tensors.
+Compose = Callable[[str, dict[str, Any], Path], Any]  # Makes a composite of its facts and inner tensors, at its path.
 
 _RESERVED_NAMES = ("__metadata__",)  # Of safetensors.
 _LEAVES = {"t": TENSOR, "a": ARRAY, "n": SCALAR, "v": VALUE}
@@ -230,25 +230,26 @@ def rebuild(
     node: Node,
     tensors: Iterator[Any],
     values: Iterator[Any],
-    compose: Compose = lambda facts, inner: inner,
+    compose: Compose | None = None,
+    path: Path = (),
 ) -> Any:
-    """Return the nested containers of a node, filled with leaves taken in order.
+    """Return the nested containers of a node, which is at a path, filled with leaves taken in order.
 
     compose: returns a composite of these facts and inner tensors; else it is a dict of them.
     """
     if len(node) == 1:
         return next(values if node is VALUE else tensors)
     if node[0] in MAPPINGS:
-        below = (rebuild(child, tensors, values, compose) for child in node[2])
-        pairs = zip(map(key_value, node[1]), below, strict=True)
+        children = zip(node[1], node[2], strict=True)
+        pairs = [(key_value(key), rebuild(child, tensors, values, compose, (*path, key))) for key, child in children]
         if node[0] == COMPOSITE and len(node) == 4:
-            return compose(node[3], dict(pairs))
+            return dict(pairs) if compose is None else compose(node[3], dict(pairs), path)
         metadata = None if node[0] in TYPED_MAPPINGS else module_metadata(node)
         return made_mapping(node[0], pairs) if metadata is None else with_metadata(pairs, metadata)
     if node[0] == "state":
-        return rebuild(node[1], tensors, values, compose)
-    children = [rebuild(child, tensors, values, compose) for child in node[1]]
-    return children if node[0] == "list" else tuple(children)
+        return rebuild(node[1], tensors, values, compose, path)
+    items = [rebuild(item, tensors, values, compose, (*path, ("int", at))) for at, item in enumerate(node[1])]
+    return items if node[0] == "list" else tuple(items)
 
 
 def leaf_of(node: Node, tensor: Any) -> Any:

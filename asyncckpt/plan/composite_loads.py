@@ -3,7 +3,8 @@
 One that is not there yet, in the state of an optimizer that has not stepped, is made by a class of the process: that of
 another composite of the same facts in this state, or one that the process itself has told torch to be safe
 (torch.serialization.add_safe_globals). It is made on trial before anything is filled. A name in a file is only
-compared. Sparse and quantized tensors (layouts.py), of which the inner ones may have any size, get new ones instead.
+compared. Sparse and quantized tensors (layouts.py), of which the inner ones may have any size, get new ones instead;
+in a state dict, which is a model's by its memory alone, these are checked and copied.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import CorruptError, UnsupportedError
+from asyncckpt.errors import UnsupportedError
 from asyncckpt.format.composite import Composite, context_value
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
@@ -23,33 +24,39 @@ from asyncckpt.format.tree import Compose, Path, composites, descend, path_name,
 from asyncckpt.model.object_classes import class_names
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan import layouts
-from asyncckpt.plan.composite_tensors import parts_of
+from asyncckpt.plan.composite_tensors import parts_of, place_of
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt, is_extra_state
 from asyncckpt.plan.object_checks import form_of
 from asyncckpt.plan.sharded_leaves import local_tensor
 from asyncckpt.plan.spread_composites import FreshInner, fill_live, in_stored_form, local_inner, made_like
 
+_GIVE_MODULE = " (a state dict takes what has the form that was stored: give the module itself)"
 
+
+@torch.inference_mode(False)  # What is made may be trained.
 def with_stored_forms(targets: DenseTargets, contents: Contents) -> DenseTargets:
     """Return targets with inner tensors of the form in which they were stored: new ones of what is renewed."""
     stored = {item.path: item for item in contents.dense.values()}
     facts = {path: parts.facts for path, _, parts in targets.composites}
     stored_facts = {path: Composite.of(node[3]) for path, node in composites(contents.tree)}
+    dicts = {item.path for item in targets.state_dicts}
 
-    def in_form(leaf: InPlace) -> InPlace:
+    def in_form(leaf: InPlace) -> InPlace | None:
         own, source, at = leaf.pieces[0].tensor if leaf.pieces else None, stored.get(leaf.path), leaf.path[:-1]
         if own is None or source is None or at not in facts or at not in stored_facts:
             return leaf
         if facts[at].rows is not None or stored_facts[at].rows is not None:
             return in_stored_form(leaf, facts[at], stored_facts[at], source)
-        if not facts[at].is_renewed or targets.extra_state(at) is not None:  # That one gets a new tensor.
+        if not facts[at].is_renewed:
             return leaf
-        same = leaf.whole_shape == source.shape
+        if targets.extra_state(at) is not None:  # That one gets a new tensor.
+            return None
+        same = leaf.whole_shape == source.shape or at[:-1] in dicts
         made = torch.empty_like(own) if same else own.new_empty(source.shape)
-        return replace(leaf, whole_shape=source.shape, pieces=(Piece(made, (0,) * made.dim()),))
+        return replace(leaf, whole_shape=tuple(made.shape), pieces=(Piece(made, (0,) * made.dim()),))
 
-    return replace(targets, in_place=tuple(map(in_form, targets.in_place)))
+    return replace(targets, in_place=tuple(filter(None, map(in_form, targets.in_place))))
 
 
 class CompositeLoads:
@@ -68,12 +75,19 @@ class CompositeLoads:
     ) -> None:
         self.problems: list[str] = []
         self.compose: dict[Path, Compose] = {}
-        self._renewed: list[tuple[Path, torch.Tensor, Composite]] = []
-        self._loaded: dict[Path, InPlace] = {}
-        self._from: dict[Path, Path] = {}
+        self._renewed: list[tuple[Path, torch.Tensor, Path]] = []
+        self._dicts = {item.path for item in targets.state_dicts}
         nodes = dict(composites(contents.tree))
         self._stored = {path: Composite.of(node[3]) for path, node in nodes.items()}
         self._names = {path: set(node[1]) for path, node in nodes.items()}
+        for item in targets.rebuilt:  # A state dict may give other tensors over the memory of the module's own.
+            owner = item.owner if item.is_module and item.composites else torch.nn.Module()
+            named = dict(owner.named_parameters(remove_duplicate=False)) | dict(
+                owner.named_buffers(remove_duplicate=False)
+            )
+            for path, (tensor, parts) in item.composites.items():
+                live = named.get(item.wrapped.get(path[-1], path[-1]), tensor)
+                item.composites[path] = live if place_of(live) == place_of(tensor) else tensor, parts
         owners = {path: targets.owner_of(path) for path, _, _ in targets.composites}
         in_place = [path for path, owner in owners.items() if owner is None or owner.is_module]
         facts = {path: parts.facts for path, _, parts in targets.composites}
@@ -85,11 +99,14 @@ class CompositeLoads:
         self._check_targets(contents, targets, {target.path: source.path for target, source in loads if target})
         self._check_renewed(chain, contents)
         for target, source in loads:
-            inside = target is not None and any(target.path[:end] in self._own for end in range(1, len(target.path)))
-            if target is not None and inside and not _is_same_form(target, source):
+            form = source.shape, dtype_by_name(source.dtype, owner=source.name).dtype
+            if target is None or (target.whole_shape, target.dtype) == form:
+                continue
+            if any(target.path[:end] in self._own for end in range(1, len(target.path))):
                 self.problems.append(
                     f"{target.name!r} is a part of one tensor, and is neither resized nor cast: it is "
                     f"{target.dtype} {target.whole_shape}, in the checkpoint {source.dtype} {source.shape}"
+                    f"{_GIVE_MODULE if target.path[:-2] in self._dicts else ''}"
                 )
         there = {item.path for item in contents.dense.values()}
         plain = {leaf.path for leaf in targets.in_place}.union(*(item.tensors for item in targets.rebuilt))
@@ -115,31 +132,30 @@ class CompositeLoads:
                     parts[leaf.path[:end]].append(at)
         there = {item.path for item in contents.dense.values()}
         own = {path: tensor for path, tensor, _ in targets.composites}
+        own |= {path: tensor for item in targets.rebuilt for path, (tensor, _) in item.composites.items()}
         for path, facts in self._own.items():
             name, found = path_name(path), list(dict.fromkeys(parts.get(path, [path])))
-            stored = self._stored.get(found[0] or ())
+            at, there_now = found[0] or (), self._stored.get(path, facts)
+            stored = self._stored.get(at)
             if found == [None] and path in there:
                 self.problems.append(f"{name!r} is a {facts.class_name}, a plain tensor in the checkpoint")
-            elif found == [None]:
-                stored = self._stored.get(path)
-                if stored is not None and stored.kind != facts.kind:
-                    self.problems.append(f"{name!r} is a {facts.class_name}, a {stored.class_name} in the checkpoint")
-            elif len(found) > 1 and path in self._stored and self._stored[path].kind != facts.kind:
-                stored = self._stored[path]
-                self.problems.append(f"{name!r} is a {facts.class_name}, a {stored.class_name} in the checkpoint")
-            elif len(found) > 1 or stored is None:
+            elif (found == [None] or len(found) > 1) and there_now.kind != facts.kind:
+                self.problems.append(f"{name!r} is a {facts.class_name}, a {there_now.class_name} in the checkpoint")
+            elif found != [None] and (len(found) > 1 or stored is None):
                 self.problems.append(f"{name!r} is one tensor, and its parts would not be loaded from those of one")
-            else:
-                differences = list(facts.differences(stored))
-                if self._own_names[path] != self._names[found[0] or ()]:
-                    mine, theirs = sorted(self._own_names[path]), sorted(self._names[found[0] or ()])
+            elif stored is not None:
+                in_place = path[:-1] in self._dicts
+                differences = list(facts.differences(stored, in_place=in_place))
+                if self._own_names[path] != self._names[at]:
+                    mine, theirs = sorted(self._own_names[path]), sorted(self._names[at])
                     differences.append(f"its inner tensors are {mine}, the checkpoint's {theirs}")
                 if differences:
-                    told = "; ".join(differences)
+                    told = "; ".join(differences) + _GIVE_MODULE * (in_place and facts.is_renewed)
                     self.problems.append(f"{name!r} is another tensor than in the checkpoint: {told}")
                 elif facts.is_renewed and targets.extra_state(path) is None:
-                    self._renewed.append((path, own[path], stored))
-                    self._from[path] = found[0] or ()
+                    self._renewed.append((path, own[path], at))
+                    if layouts.has_hooks(own[path]) and not in_place:
+                        self.problems.append(f"{name!r} has hooks, or a history, which would be lost: remove them")
 
     def _check_each(
         self, chain: Chain, targets: DenseTargets, loads: Iterable[tuple[InPlace | None, StoredDense]]
@@ -167,28 +183,29 @@ class CompositeLoads:
         digests: dict[Path, dict[object, object]] = defaultdict(dict)
         for item in contents.dense.values():
             digests[item.path[:-1]][item.path[-1]] = [chain.blocks[number].digest for number in item.blocks]
-        first: dict[int, Path] = {}
-        for path, own, facts in self._renewed:
-            before = first.setdefault(id(own), path)
-            same = [(self._stored[at].text(), digests[at]) for at in (self._from[before], self._from[path])]
-            if same[0] != same[1]:
-                names = sorted(map(path_name, (before, path)))
-                self.problems.append(f"{names} are the same {facts.class_name}, the checkpoint has different values")
+        first: dict[object, tuple[Path, object]] = {}
+        for path, own, at in self._renewed:
+            facts = self._stored[at]
+            places: dict[object, object] = {id(own): (facts.text(), digests[at])}
+            if path[:-1] in self._dicts:  # Each of its inner tensors is that of a model.
+                places = {each.data_ptr(): digests[at][name] for name, each in parts_of(own, "").inner.items()}
+            for place, stored in places.items():
+                before, of_first = first.setdefault((facts.shape, place), (path, stored))
+                if of_first != stored:
+                    both = f"{sorted(map(path_name, (before, path)))} are the same {facts.class_name}"
+                    self.problems.append(f"{both}, the checkpoint has different values")
 
     def renew(self) -> None:
-        """Give sparse and quantized tensors the inner ones that were loaded. CorruptError: one cannot be made; then
-        none of these is changed, but what is filled in place.
-        """
-        made = []
-        for path, own, facts in self._renewed:
-            inner = {at[-1]: leaf.pieces[0].tensor for at, leaf in self._loaded.items() if at[:-1] == path}
-            try:
-                made.append((own, layouts.made_of(facts, inner)))
-            except UnsupportedError as error:
-                what = f"{path_name(path)!r} cannot be made of what was stored: {error}"
-                raise CorruptError(what, hint="other tensors may be filled already") from error
-        for own, new in made:
-            layouts.renew(own, new)
+        """Give sparse and quantized tensors what was loaded. CorruptError: one cannot be made; none is changed then."""
+        made, inner = [], defaultdict[Path, dict[Any, torch.Tensor]](dict)
+        for at, leaf in self._loaded.items():
+            for piece in leaf.pieces:
+                inner[at[:-1]][at[-1]] = piece.tensor
+        for path, own, stored in self._renewed:
+            new = layouts.made_of(self._stored[stored], inner[path], path, inference=own.is_inference())
+            made.append((own, new, path[:-1] in self._dicts))
+        for own, new, in_place in made:
+            layouts.renew(own, new, in_place=in_place)
 
     def _add_makers(self, item: Rebuilt, contents: Contents) -> None:
         """Try to make each composite of which an object gets a new one: in its state, of a module in extra states."""
@@ -222,10 +239,6 @@ class CompositeLoads:
                 self.problems.append(f"{path_name(path)!r} cannot be made: {error}")
 
 
-def _is_same_form(target: InPlace, source: StoredDense) -> bool:
-    return target.whole_shape == source.shape and target.dtype is dtype_by_name(source.dtype, owner=source.name).dtype
-
-
 class Makers:
     """Makes composites for an object that gets a new state, by what there is of their classes."""
 
@@ -254,15 +267,15 @@ class Makers:
             )
         return same[0], context_value(facts.context)
 
-    def try_out(self, text: str, inner: Mapping[str, Any]) -> Any:
+    def try_out(self, text: str, inner: Mapping[str, Any], path: Path) -> Any:
         """Make one of inner tensors of these forms alone, of which layouts of torch cannot be made."""
-        return inner if layouts.makes(Composite.of(text)) else self.make(text, inner)
+        return inner if layouts.makes(Composite.of(text)) else self.make(text, inner, path)
 
-    def make(self, text: str, inner: Mapping[str, Any]) -> Any:
+    def make(self, text: str, inner: Mapping[str, Any], path: Path) -> Any:
         """Return a composite of these facts and inner tensors. UnsupportedError: nobody here makes one."""
         facts = Composite.of(text)
         if layouts.makes(facts):
-            return layouts.made_of(facts, inner)
+            return layouts.made_of(facts, inner, path)
         for own, parts in self._spread:
             if any(item is inner.get(name) for name, item in parts.inner.items()):
                 fill_live(parts, inner)

@@ -16,7 +16,9 @@ from asyncckpt.errors import CorruptError, UnsupportedError, Words
 from asyncckpt.format.composite import INNER_TENSORS_MAX, Composite, encode_context
 from asyncckpt.format.tree import Node, Path
 from asyncckpt.format.values import COMPOSITE
+from asyncckpt.model.sharded import Sharded
 from asyncckpt.plan import layouts
+from asyncckpt.plan.module_state import PLAIN_TENSORS
 from asyncckpt.plan.state import STATE_DEPTH_MAX, FlatState, node_of, stored_key, too_deep
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -36,7 +38,8 @@ def is_composite(value: Any) -> bool:
     if kind.__torch_dispatch__ is _PLAIN_DISPATCH:
         return bool(layouts.kind_of(value))
     if hasattr(kind, "device_mesh"):
-        return is_composite(getattr(value, "_local_tensor", None))
+        local = getattr(value, "_local_tensor", None)
+        return type(local) not in PLAIN_TENSORS and is_composite(local)
     return (
         hasattr(kind, "__tensor_flatten__")
         and hasattr(kind, "__tensor_unflatten__")
@@ -86,7 +89,7 @@ def parts_of(tensor: torch.Tensor, name: str) -> Parts:
         inner, context = layouts.parts_of(tensor, kind)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), None if kind == "nested" else tuple(tensor.shape)
         facts = Composite(kind, "torch", dtype, shape, None, encode_context(context, owner=f"tensor {name!r}"))
-        return Parts(inner, context, facts, facts.text())
+        return Parts(inner, context, *_checked(facts, tensor, name))
     try:
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         names = list(names)
@@ -121,16 +124,22 @@ def _said_of(tensor: torch.Tensor, context: Any, name: str) -> tuple[Composite, 
         strides=None if shape is None else strides,
         context=encode_context(context, owner=f"tensor {name!r}"),
     )
-    found = facts, facts.text()
-    try:
-        Composite.of(found[1])
-    except CorruptError as error:  # No reader would take it.
-        raise _unsupported(tensor, name, str(error)) from error
+    found = _checked(facts, tensor, name)
     if key is not None and shape is not None:
         if len(_known) >= _KNOWN_MAX:
             _known.clear()
         _known[key] = found
     return found
+
+
+def _checked(facts: Composite, tensor: torch.Tensor, name: str) -> tuple[Composite, str]:
+    """Return facts, and their text. UnsupportedError for what no reader would take."""
+    text = facts.text()
+    try:
+        Composite.of(text)
+    except CorruptError as error:
+        raise _unsupported(tensor, name, str(error)) from error
+    return facts, text
 
 
 def _unsupported(tensor: torch.Tensor, name: str, why: str) -> UnsupportedError:
@@ -140,9 +149,19 @@ def _unsupported(tensor: torch.Tensor, name: str, why: str) -> UnsupportedError:
     )
 
 
+def place_of(tensor: Any) -> object:
+    """Return where a tensor is, or the inner tensors of a composite; an empty one is known by its identity."""
+    if isinstance(tensor, Sharded):
+        return tuple(piece.tensor.data_ptr() for piece in tensor.pieces)
+    if not is_composite(tensor):
+        return tensor.data_ptr()
+    found = tuple(map(place_of, parts_of(tensor, type(tensor).__qualname__).inner.values()))
+    return found if any(found) else id(tensor)
+
+
 def on_device(tensor: Any, device: torch.device) -> Any:
     """Return a composite with its inner tensors on a device; itself if they are there. Others are moved as usual."""
-    if not is_composite(tensor):
+    if type(tensor).__torch_dispatch__ is _PLAIN_DISPATCH or not is_composite(tensor):
         return tensor.to(device)
     if hasattr(tensor, "device_mesh"):  # It is where its mesh is.
         return tensor

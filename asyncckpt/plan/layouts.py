@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import CorruptError, UnsupportedError, Words
+from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format.composite import Composite, context_value
-from asyncckpt.format.tree import Node, composites, path_name
+from asyncckpt.format.tree import Node, Path, composites, path_name
+from asyncckpt.model.enough_memory import raise_lack_of_memory
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -75,32 +76,44 @@ def check_without(tree: Node, file: str, *, kinds: Collection[str] | None = None
             raise UnsupportedError(what, hint="make a dense tensor of it before it is saved")
 
 
-def made_of(facts: Composite, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Make one of these. UnsupportedError for inner tensors that make none of these facts."""
-    arguments = facts.kind, inner, context_value(facts.context), facts.shape or ()
+def made_of(facts: Composite, inner: Mapping[str, Any], path: Path, *, inference: bool = False) -> torch.Tensor:
+    """Make one of these, in inference mode or not. CorruptError for what makes none of these facts."""
     try:
-        try:
-            made = _made_of(*arguments)
-        except Warning:  # Torch says once that such tensors are in a prototype stage, and warnings may be errors.
-            made = _made_of(*arguments)
-    except (CorruptError, IndexError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        told = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in inner.items())
-        raise UnsupportedError(f"its inner tensors make no {facts.class_name}: {error}", found=Words(told)) from error
-    if str(made.dtype) != f"torch.{facts.dtype}" or (facts.shape is not None and facts.shape != tuple(made.shape)):
-        raise UnsupportedError(f"its inner tensors make another {facts.class_name}", found=made.dtype)
+        arguments = facts.kind, inner, context_value(facts.context), facts.shape or ()
+        with torch.inference_mode(inference):
+            try:
+                made = _made_of(*arguments)
+            except Warning:  # Torch says once that such tensors are in a prototype stage, and warnings may be errors.
+                made = _made_of(*arguments)
+        if str(made.dtype) != f"torch.{facts.dtype}" or (facts.shape is not None and facts.shape != tuple(made.shape)):
+            raise TypeError(f"one of {made.dtype}")
+    except Exception as error:  # A file says what it likes.
+        raise_lack_of_memory(error, f"tensor {path_name(path)!r}")
+        what = f"{path_name(path)!r} cannot be made of what was stored: its inner tensors make no {facts.class_name}"
+        raise CorruptError(f"{what}: {error}", hint="other tensors may be filled already") from error
     return made
 
 
-def composed(text: str, inner: dict[str, Any]) -> Any:
+def composed(text: str, inner: dict[str, Any], path: Path) -> Any:
     """Return what is made of stored facts and inner tensors: these themselves, if it is of another kind."""
     facts = Composite.of(text)
-    return made_of(facts, inner) if makes(facts) else inner
+    return made_of(facts, inner, path) if makes(facts) else inner
 
 
-def renew(tensor: torch.Tensor, made: torch.Tensor) -> None:
-    """Give a tensor the inner tensors of another one of its kind."""
-    if made.layout in _COMPRESSED:  # It takes no others by `data`, without a word.
-        tensor.resize_as_sparse_(made).copy_(made)
+def has_hooks(own: torch.Tensor) -> bool:
+    """Return whether a tensor would lose what is called for its gradients, when it is renewed."""
+    return own.layout in _COMPRESSED and any((own.grad_fn, own._backward_hooks, own._post_accumulate_grad_hooks))
+
+
+def renew(tensor: torch.Tensor, made: torch.Tensor, *, in_place: bool) -> None:
+    """Give a tensor the inner tensors of another one of its kind. in_place: they have one form."""
+    if in_place:
+        for own, new in zip(*(parts_of(each, kind_of(each))[0].values() for each in (tensor, made)), strict=True):
+            own.copy_(new)
+    elif made.layout in _COMPRESSED:  # It takes none by `data`, without a word, and copies into memory of others, too.
+        made.requires_grad_(tensor.requires_grad)
+        made.grad = tensor.grad
+        torch._C._swap_tensor_impl(tensor, made)
     else:
         tensor.data = made
 
@@ -117,16 +130,12 @@ def _made_of(kind: str, inner: Mapping[str, torch.Tensor], context: Any, shape: 
             raise ValueError("not one scale and zero point for each channel")
         return torch._make_per_channel_quantized_tensor(numbers, inner["scales"], inner["zero_points"], context)
     if kind == "sparse_coo":
-        values, checked = inner["values"], {"is_coalesced": context, "check_invariants": True}
-        return torch.sparse_coo_tensor(
-            inner["indices"], values, shape, dtype=values.dtype, device=values.device, **checked
-        )
+        own, checked = inner["values"], {"is_coalesced": context, "check_invariants": True}
+        return torch.sparse_coo_tensor(inner["indices"], own, shape, dtype=own.dtype, device=own.device, **checked)
     layout, names = next((layout, names) for layout, names in _COMPRESSED.items() if _LAYOUTS[layout] == kind)
-    outer, plain, values = (inner[name] for name in names)
+    outer, plain, own = (inner[name] for name in names)
     checked = {"layout": layout, "check_invariants": True}
-    return torch.sparse_compressed_tensor(
-        outer, plain, values, shape, dtype=values.dtype, device=values.device, **checked
-    )
+    return torch.sparse_compressed_tensor(outer, plain, own, shape, dtype=own.dtype, device=own.device, **checked)
 
 
 def _nested(values: torch.Tensor, sizes: list[list[int]]) -> torch.Tensor:

@@ -257,10 +257,8 @@ class ObjectChecks:
         for index, (number, paths) in enumerate(zip(order, at, strict=True)):
             if numbers.get(index, number) != number or (index not in numbers and self._parameters.sources(paths)):
                 name = there[order.index(numbers[index])] if index in numbers else path_name(paths[0])
-                yield (
-                    f"has its parameters in another order: number {index} is {name!r}, "
-                    f"in the checkpoint {there[index]!r}"
-                )
+                what = f"number {index} is {name!r}, in the checkpoint {there[index]!r}"
+                yield f"has its parameters in another order: {what}"
                 return
 
 
@@ -284,6 +282,8 @@ def memory_of(tensor: Any) -> object:
     The same memory as other numbers, such as a view of another dtype, is another place.
     """
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if local.layout is not torch.strided or local.is_nested:
+        return id(tensor)  # It is in several places.
     address = local.data_ptr() if local.numel() else 0
     form = tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg()
     return (address, *form) if address else None

@@ -7,14 +7,13 @@ copies, or it has loading code of its own, which may ask for them. An optimizer 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from asyncckpt.engine.load.load_object import changes_state
-from asyncckpt.model.sharded import Sharded
-from asyncckpt.plan.composite_tensors import is_composite, on_device, parts_of
+from asyncckpt.plan.composite_tensors import is_composite, on_device, place_of
 from asyncckpt.plan.load_targets import Rebuilt
 from asyncckpt.plan.object_checks import loads_as
 
@@ -30,26 +29,12 @@ def load_with_composites(item: Rebuilt, state: Any, load: Callable[..., None]) -
 
 
 def _filled_keys(item: Rebuilt) -> list[str]:
-    live = {
-        tuple(_addresses(tensor))
-        for tensor in itertools.chain(item.owner.parameters(), item.owner.buffers())
-        if is_composite(tensor)
-    }
+    tensors = itertools.chain(item.owner.parameters(), item.owner.buffers())
+    live = {place_of(tensor) for tensor in tensors if is_composite(tensor)}
     own = {at[-1]: tensor for at, (tensor, _) in item.composites.items() if at[:-1] == item.path}
     begins = tuple(f"{name}." if name else "" for name, each in item.owner.named_modules() if changes_state(each))
-    keys = [key for key, tensor in own.items() if tuple(_addresses(tensor)) in live and not key.startswith(begins)]
+    keys = [key for key, tensor in own.items() if place_of(tensor) in live and not key.startswith(begins)]
     return [item.wrapped.get(key, key) for key in keys]
-
-
-def _addresses(tensor: torch.Tensor) -> Iterator[int]:
-    """Return where the inner tensors of a composite are, also those of inner ones."""
-    for inner in parts_of(tensor, type(tensor).__qualname__).inner.values():
-        if isinstance(inner, Sharded):
-            yield from (piece.tensor.data_ptr() for piece in inner.pieces)
-        elif is_composite(inner):
-            yield from _addresses(inner)
-        else:
-            yield inner.data_ptr()
 
 
 def _load_beside(owner: torch.optim.Optimizer, state: Any, load: Callable[[Any], None]) -> None:

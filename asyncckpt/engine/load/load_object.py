@@ -74,9 +74,9 @@ def _copied(owner: torch.nn.Module, state: Any) -> Any:
     copies: dict[object, torch.Tensor] = {}
     found = copy(state)  # With its _metadata.
     for key, value in state.items():
-        is_theirs = type(key) is str and without_sure_parts(key).startswith(begins)
-        is_copyable = _is_plain(value) or hasattr(value, "to_local")  # A DTensor.
-        if is_theirs and is_copyable and (place := memory_of(value)) is not None:
+        is_theirs = isinstance(value, torch.Tensor) and type(key) is str and without_sure_parts(key).startswith(begins)
+        is_copyable = is_theirs and (type(value.data) is torch.Tensor or hasattr(value, "to_local"))  # A DTensor.
+        if is_copyable and (place := memory_of(value)) is not None:
             if place not in copies:
                 copies[place] = value.detach().clone()
             found[key] = copies[place]

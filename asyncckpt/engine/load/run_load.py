@@ -370,8 +370,7 @@ def _module_state(
     """Return the state dict of a module with its own tensors, and extra states as stored: a new one has others."""
     values = [contents.values.get(path, own) for path, own in item.values.items()]
     own_tensors = (rebuilt.get(path, own) for path, own in item.tensors.items())
-    state = rebuild(item.tree, own_tensors, iter(values))
-    state.update({path[-1]: tensor for path, (tensor, _) in item.composites.items() if path[:-1] == item.path})
+    state = rebuild(item.tree, own_tensors, iter(values), lambda _, inner, at: item.composites[at][0], item.path)
     if metadata is not None:
         state = with_metadata(state, metadata)
     for key in filter(is_extra_state, state):
@@ -389,7 +388,7 @@ def _stored(path: LeafPath, tensors: Mapping[LeafPath, Any], contents: Contents,
     found = dict(leaves(node, path))
     leaf_tensors = [leaf_of(kind, tensors[at]) for at, kind in found.items() if kind is not VALUE]
     values = iter([contents.values[at] for at, kind in found.items() if kind is VALUE])
-    return rebuild(node, iter(leaf_tensors), values, *([] if compose is None else [compose]))
+    return rebuild(node, iter(leaf_tensors), values, compose, path)
 
 
 def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:

@@ -106,12 +106,11 @@ class WholeState:
             table.warn_of_part()
         leaves = shared_again(self._made, self._shared)
         filled = iter([leaf_of(node, leaves[path]) for path, node in self._kinds.items()])
-        compose: list[Compose] = []
+        compose: Compose | None = None
         if COMPOSITE in kinds_in(self._node):
-            from asyncckpt.plan.layouts import composed  # Few states hold any.
+            from asyncckpt.plan.layouts import composed as compose  # Few states hold any.
 
-            compose = [composed]
-        state: dict[str, Any] = rebuild(self._node, filled, iter(self._values), *compose)
+        state: dict[str, Any] = rebuild(self._node, filled, iter(self._values), compose)
         state |= dict(zip(self._renamed, filled, strict=True))
         return state | {name: table.columns() for name, table in self.tables.items()}
 
