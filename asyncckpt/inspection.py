@@ -13,10 +13,11 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.root import open_root
 from asyncckpt.errors import NotFoundError, UsageError, nearest
+from asyncckpt.format.composite import Composite
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import check_step
 from asyncckpt.format.tree import VALUE, Node, Path, key_value
-from asyncckpt.format.values import MAPPINGS, decode_value
+from asyncckpt.format.values import COMPOSITE, MAPPINGS, decode_value
 from asyncckpt.model.enough_memory import enough_memory
 from asyncckpt.model.table import Role
 from asyncckpt.plan.contents import (
@@ -205,7 +206,7 @@ class Entry:
 
     path   the keys that lead to it, as they were
     kind   "dict", "ordered dict", "list", "tuple", "object" (with a state_dict()), "tensor", "array", "numpy scalar",
-           "value", "table", or "column" of a table
+           "value", "table", "column" of a table, or "torch.sparse_coo float32 [4]"
     count  entries of a container; rows of a table, of a delta those that it holds itself
     dtype  of tensors, arrays, scalars and columns; None where a filter has left the bytes out
     shape  of tensors and arrays, of a column that of a row
@@ -241,7 +242,7 @@ def _entries(
         dtype, shape = (None, None) if found is None else (found.dtype, found.shape)
         yield Entry(keys, node[0], dtype=dtype, shape=shape)
     else:
-        kind = _KINDS.get(str(node[0]), str(node[0]))
+        kind = str(Composite.of(node[3])) if node[0] == COMPOSITE else _KINDS.get(str(node[0]), str(node[0]))
         while node[0] == "state":
             node = node[1]
         if len(node) == 1:  # A state_dict() that is no container.

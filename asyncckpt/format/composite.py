@@ -73,6 +73,9 @@ class Composite:
         """As people read it."""
         return f"{self.module}.{self.kind}"
 
+    def __str__(self) -> str:
+        return f"{self.class_name} {self.dtype}" + ("" if self.shape is None else f" {list(self.shape)}")
+
     def differences(self, stored: Composite, *, in_place: bool = False) -> Iterator[str]:
         """Return where a target's facts differ from those stored; the module may. in_place: it is not renewed."""
         for what, own, theirs in (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asyncckpt
 from asyncckpt import Checkpointer, CorruptError, IncompatibleError, Loader, Saver, UnsupportedError
+from asyncckpt.cli.print_tree import tree_lines
 from asyncckpt.formats import torch_file
+from asyncckpt.inspection import compare, outline
 from asyncckpt.plan import layouts
 from asyncckpt.plan.composite_tensors import Composite, on_device
 from tests.end_to_end import test_layouts as kinds
@@ -262,6 +265,19 @@ def test_a_dtensor_over_one_is_refused_by_name(tmp_path: Path) -> None:
             asyncckpt.save(tmp_path, {"x": tensor})
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_what_they_are_is_compared_and_shown(tmp_path: Path) -> None:
+    numbers = torch.ones(3, dtype=torch.int8)
+    quantized = [torch._make_per_tensor_quantized_tensor(numbers, scale, 0) for scale in (0.1, 0.4)]
+    sparse = [torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (size,)) for size in (4, 9)]
+    steps = [tmp_path / str(step) for step in range(6)]
+    for step, x in zip(steps, (*quantized, {"int_repr": numbers}, *sparse, torch.ones(2)), strict=True):
+        asyncckpt.save(step, {"x": x})
+    told = [compare(first, None, None, other_path=second).tensors["x"] for first, second in pairwise(steps)]
+    assert [each.kind for each in told] == ["changed", "removed", "added", "changed", "changed"]
+    assert (told[0].before, told[4].after) == ("torch.quantized qint8 [3], (0.1, 0)", "float32 [2]")
+    assert list(tree_lines(outline(steps[3])))[1] == "  x: torch.sparse_coo float32 [4] of 2"
 
 
 @SOME

@@ -28,7 +28,9 @@ from asyncckpt.engine.inspect.stored_values import (
 )
 from asyncckpt.engine.inspect.table_rows import TableRows
 from asyncckpt.errors import CorruptError
+from asyncckpt.format.composite import Composite, context_value
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.tree import composites, path_name
 from asyncckpt.model.block import overlap
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64, core
@@ -73,10 +75,18 @@ def compare_tensors(
             numbers.add(own, other)
         if differs:
             changes[name] = TensorChange(_form(a), _form(b), numbers.max_abs, numbers.cosine)
+    facts = [{path_name(path): node[3] for path, node in composites(each.tree)} for each in (first, second)]
+    for name in {**facts[0], **facts[1]}:
+        before, after = (each.get(name) for each in facts)
+        if before != after:
+            changes[name] = TensorChange(_form(before or first.dense.get(name)), _form(after or second.dense.get(name)))
     return changes
 
 
-def _form(tensor: StoredDense | None) -> str | None:
+def _form(tensor: StoredDense | str | None) -> str | None:
+    if isinstance(tensor, str):  # The facts of a composite.
+        facts = Composite.of(tensor)
+        return f"{facts}, {context_value(facts.context) if facts.module == 'torch' else facts.context}"[:200]
     return None if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
