@@ -16,12 +16,15 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import IncompatibleError
+from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.model.source import as_bytes
+from asyncckpt.plan.leaf_memory import check_leaf
 
 
 def to_plain(value: Any) -> Any:
     """Return a state dict without tensors and arrays. Their bytes are copied."""
     if isinstance(value, torch.Tensor):
+        check_leaf(value, "of a data loader")
         data = as_bytes(value.detach().cpu().resolve_conj().resolve_neg().contiguous()).tobytes()
         return {"tensor": (str(value.dtype).removeprefix("torch."), tuple(value.shape), data)}
     if isinstance(value, (np.ndarray, np.generic)):
@@ -55,7 +58,7 @@ def from_plain(value: Any) -> Any:
 
 def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
     kind = vars(torch).get(dtype)  # Not getattr, for which torch would import modules.
-    if not isinstance(kind, torch.dtype):
+    if kind not in supported_dtypes():
         raise ValueError(f"{dtype} is not a dtype")
     flat = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
     return flat.reshape(shape)

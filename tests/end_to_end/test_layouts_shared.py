@@ -24,6 +24,7 @@ from asyncckpt.formats import torch_file
 from asyncckpt.inspection import compare, outline
 from asyncckpt.plan import layouts
 from asyncckpt.plan.composite_tensors import Composite, on_device
+from asyncckpt.trainer_state import DataPosition
 from tests.end_to_end import test_layouts as kinds
 from tests.end_to_end.test_layouts import KINDS, Graph, as_torch_has_it, coo, facts, per_tensor
 from tests.worlds.composites import int8_rows
@@ -256,6 +257,16 @@ def test_what_no_reader_would_take_is_refused_in_the_call(tmp_path: Path, monkey
         asyncckpt.save(tmp_path, {"x": coo(2)})
 
 
+@pytest.mark.parametrize("make", [lambda: coo(3), lambda: per_tensor(torch.qint8, 0.1)])
+def test_a_buffer_may_differ_from_rank_to_rank(tmp_path: Path, make: Make) -> None:
+    models = [Two(make(), torch.ones(1)) for _ in range(2)]
+    for rank, model in enumerate(models):
+        ranks = asyncckpt.RankOptions(in_turn=True)
+        with Saver(shard_index=rank, shard_num=2, path=tmp_path, tensors={"x": model}, ranks=ranks) as saver:
+            saver.save(1)
+    assert facts(asyncckpt.load(tmp_path)["x"]["a"]) == facts(models[0].a)
+
+
 def test_a_dtensor_over_one_is_refused_by_name(tmp_path: Path) -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
@@ -265,6 +276,17 @@ def test_a_dtensor_over_one_is_refused_by_name(tmp_path: Path) -> None:
             asyncckpt.save(tmp_path, {"x": tensor})
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_position_holds_none(tmp_path: Path) -> None:
+    for tensor in (coo(3), per_tensor(torch.qint8, 0.1)):
+        with pytest.raises(UnsupportedError, match="layout that cannot be saved"):
+            asyncckpt.save(tmp_path, {"data": DataPosition(kinds.OfOneTensor(tensor))})
+    state = DataPosition(kinds.OfOneTensor(torch.ones(4, dtype=torch.int8))).state_dict()
+    _, shape, data = state["loader"]["dict"]["tensor"]["tensor"]
+    state["loader"]["dict"]["tensor"]["tensor"] = ("qint8", shape, data)
+    with pytest.raises(IncompatibleError, match="qint8"):
+        DataPosition(kinds.OfOneTensor(None)).load_state_dict(state)
 
 
 def test_what_they_are_is_compared_and_shown(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> 
             form = f"{tensor.dtype} {list(tensor.shape)}"
             if path[:-1] in facts:
                 form += f" of {facts[path[:-1]]}"
-            is_buffer = path in buffers
+            is_buffer = any(path[:end] in buffers for end in range(len(path) + 1))
             by_first = is_buffer or tensor.nbytes <= SMALL_BYTES_MAX
             items.append(Replica(json.dumps(path), tensor.nbytes, form, leaf, by_first=by_first, is_buffer=is_buffer))
     slices = {}
