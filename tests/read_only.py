@@ -1,4 +1,6 @@
-"""Folders that cannot be written to, not even by root; where the system has no such, the test is skipped."""
+"""Folders that cannot be written to, not even by root, and disks that are soon full; where the system has no such, the
+test is skipped.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,16 @@ def read_only_mount(path: Path) -> Iterator[None]:
     run_tool("mount", "--bind", path, path)
     try:
         run_tool("mount", "-o", "remount,ro,bind", path)
+        yield
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+@contextmanager
+def small_disk(path: Path, *, mib: int) -> Iterator[None]:
+    """The folder as a disk of its own, of so many MiB."""
+    run_tool("mount", "-t", "tmpfs", "-o", f"size={mib}m", "none", path)
+    try:
         yield
     finally:
         subprocess.run(["umount", path], check=True)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncckpt.checkpoints import list_steps
+from asyncckpt.checkpoints import CheckpointSummary, list_steps, summaries
 from asyncckpt.cli import as_json
 from asyncckpt.cli.answers import Commands, add_json, asked, natural, said
 from asyncckpt.cli.findings import ExitCode
@@ -155,6 +155,9 @@ def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:
         found.problems.append(f"saves fail: {error}")
         return
     found.answer["disk"] = {"folder": str(folder), "free_bytes": free, **asdict(facts)}
+    wanted = _newest_full_bytes(path)
+    if free < wanted:
+        found.problems.append(f"saves fail: {size(free)} free, the newest full checkpoint has {size(wanted)}")
     speed = "" if facts.bytes_per_s is None else f", writes {size(int(facts.bytes_per_s))}/s"
     direct = "direct writes" if facts.direct else "no direct writes"
     told = f"{size(free)} free, {direct}{speed}, a small file is durable after {_rounded(1000 * facts.sync_s)} ms"
@@ -176,6 +179,15 @@ def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:
         found.advice.append(
             "Locks do not hold here: two trainers that save to this directory do not notice each other."
         )
+
+
+def _newest_full_bytes(path: Path) -> int:
+    """Return the size of the newest full checkpoint that can be read: the next one needs about as much."""
+    with contextlib.suppress(CheckpointError):
+        for found in reversed(summaries(path).values()):
+            if isinstance(found, CheckpointSummary) and found.kind == "full":
+                return found.bytes
+    return 0
 
 
 def _try_store(store: ObjectStore, bytes: int, found: Diagnosis) -> None:

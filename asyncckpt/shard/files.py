@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -153,7 +154,8 @@ class ShardFiles:
     """New files in an attempt's folder, closed in the end; an error is one of this library then."""
 
     def __init__(self, target: ShardTarget, files: Sequence[FilePlan]) -> None:
-        self._attempt = target.attempt
+        self._attempt, self._folder = target.attempt, target.folder
+        self._bytes = sum(file.bytes for file in files)
         self._files: list[OpenShard | SentShard] = []
         try:
             for file in files:
@@ -183,12 +185,16 @@ class ShardFiles:
         if error is None:
             self.close()
             return
+        opened = [file.fd for file in self._files if isinstance(file, OpenShard)]
+        held = sum(512 * getattr(os.fstat(fd), "st_blocks", 0) for fd in opened)
         with contextlib.suppress(CheckpointError):  # The save has failed already, for a better reason.
             self.close()
         if isinstance(error, CancelledDrain):
             raise SaveCancelledError(f"save of step {self._attempt.step} was cancelled") from error
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise io_failed(f"shard files of step {self._attempt.step} cannot be written", error) from error
+            run = Path(self._folder.path).parents[1]
+            what = f"shard files of step {self._attempt.step} in {str(run)!r} cannot be written"
+            raise io_failed(what, error, folder=run, bytes=self._bytes, held=held) from error
 
 
 # -- from an arena -----------------------------------------------------------------------------------------------------
