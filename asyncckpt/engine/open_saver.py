@@ -249,6 +249,10 @@ def _open(asked: Asked, features: dict[str, SaveFeature], opened: Opened, ranks:
     # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped while it
     # saves lets the save end first.
     finalizer = weakref.finalize(target, _give_back, opened, target.memory, events)
+    if events is not None:
+        events.opened(opened.root, rank=asked.rank)
+        if uploads is not None:
+            uploads.ended = partial(events.ended, "upload", path=asked.path, rank=asked.rank)
     _go_on_uploading(uploads, opened)
     return OpenSaver(target, opened.lock, ranks, uploads, events, finalizer)
 

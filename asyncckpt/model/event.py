@@ -10,8 +10,11 @@
                            prove, publish
     asyncckpt-background   commit      from the proof until it is durable; in it the manifest is written
     asyncckpt-retention    retention   remove old checkpoints
-    none                   save        from the call to the end of the save, with its result or error
+    none                   open        the Saver has opened its directory: `step` is the newest there, None where there
+                                       is none, and `time` that of its commit
+                           save        from the call to the end of the save, with its result or error
                            compaction  the same of Saver.compact
+                           upload      a step is in the store, or is left with an error
 
 What the call notes is handed on after the fence; everything else as it ends. Where nobody listens nothing is noted.
 """
@@ -29,7 +32,7 @@ from asyncckpt.model.store_url import Place
 
 EventName = Literal[
     "call", "lock", "cut", "capture", "devices", "begin", "filter", "rows", "drain", "fill", "chunk", "sync", "write",
-    "prove", "publish", "commit", "retention", "save", "compaction",
+    "prove", "publish", "commit", "retention", "open", "save", "compaction", "upload",
 ]  # fmt: skip
 
 
@@ -40,7 +43,7 @@ class Event:
     time       when it began, in seconds of UNIX time
     begun      the same by time.perf_counter, to compare and order events of one process
     seconds    how long it took
-    thread     the name of the thread, and `thread_id`, its number; "" and 0 for "save" and "compaction"
+    thread     the name of the thread, and `thread_id`, its number; "" and 0 for those of no thread
     result     of a "save" or "compaction" that did not fail; result.skipped: it was skipped
     error      of one that failed or was cancelled: a copy without traceback, which would hold the state that was saved
     """

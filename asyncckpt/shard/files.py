@@ -192,7 +192,7 @@ class ShardFiles:
         if isinstance(error, CancelledDrain):
             raise SaveCancelledError(f"save of step {self._attempt.step} was cancelled") from error
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            run = Path(self._folder.path).parents[1]
+            run = Path(str(self._folder.path)).parents[1]
             what = f"shard files of step {self._attempt.step} in {str(run)!r} cannot be written"
             raise io_failed(what, error, folder=run, bytes=self._bytes, held=held) from error
 

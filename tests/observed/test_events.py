@@ -35,6 +35,7 @@ NAMES = [
     "commit",
     "save",
 ]
+OPENED = "open"  # Comes first of all.
 
 
 def saver(path: Path, on_event: Callable[[Event], object] | None, **options: Any) -> asyncckpt.Saver:
@@ -50,9 +51,9 @@ def test_a_save_tells_its_parts_and_its_end(tmp_path: Path) -> None:
     events: list[Event] = []
     with saver(tmp_path, events.append) as own:
         result = own.save_async(7).result()
-    assert [event.name for event in events] == NAMES
+    assert [event.name for event in events] == [OPENED, *NAMES]
     parts = {event.name: event for event in events}
-    assert {event.step for event in events} == {7}
+    assert (parts.pop(OPENED).step, {event.step for event in parts.values()}) == (None, {7})
     assert {event.path for event in events} == {tmp_path}
     assert parts["save"].result == result
     assert parts["save"].seconds >= result.seconds
@@ -103,7 +104,7 @@ def test_nothing_is_handed_on_before_the_fence(tmp_path: Path, monkeypatch: pyte
         own.save_async(1).result()
         own.save(2)
     assert len(handed) > len(NAMES)
-    assert {name for thread, name in handed if thread == threading.current_thread().name} <= {"save"}
+    assert {name for thread, name in handed if thread == threading.current_thread().name} <= {OPENED, "save"}
 
 
 def test_without_a_function_there_is_no_thread_and_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +150,9 @@ def test_a_function_that_raises_is_called_again_and_saves_go_on(
 
     with saver(tmp_path, failing) as own:
         assert own.save_async(1).result().step == 1
-    assert [event.name for event in events] == NAMES
+    assert [event.name for event in events] == [OPENED, *NAMES]
     assert asyncckpt.list_steps(tmp_path) == [1]
-    assert len([record for record in caplog.records if "on_event raised" in record.message]) == len(NAMES)
+    assert len([record for record in caplog.records if "on_event raised" in record.message]) == 1 + len(NAMES)
 
 
 def test_saves_do_not_wait_for_a_function_that_blocks(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_saves_do_not_wait_for_a_function_that_blocks(tmp_path: Path) -> None:
         assert [own.save_async(step).result().step for step in (1, 2, 3)] == [1, 2, 3]
         assert events == []
         gate.set()
-    assert events == [(step, name) for step in (1, 2, 3) for name in NAMES]
+    assert events == [(None, OPENED), *((step, name) for step in (1, 2, 3) for name in NAMES)]
 
 
 def test_events_behind_too_many_are_dropped_and_counted(
@@ -314,7 +315,7 @@ def test_one_of_several_functions_that_raises_keeps_none_of_the_others(tmp_path:
 
     with saver(tmp_path, all_of(first.append, failing, last.append)) as own:
         own.save_async(1).result()
-    assert [event.name for event in first] == [event.name for event in last] == NAMES
+    assert [event.name for event in first] == [event.name for event in last] == [OPENED, *NAMES]
 
 
 def test_a_compaction_and_retention_are_told(tmp_path: Path) -> None:

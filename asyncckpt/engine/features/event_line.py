@@ -11,6 +11,8 @@ the interpreter ends, which is when a last save may be made.
 from __future__ import annotations
 
 import atexit
+import calendar
+import contextlib
 import copy
 import threading
 import time
@@ -20,9 +22,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Literal
 
+from asyncckpt.commit.discover import newest_step, read_head
+from asyncckpt.commit.root import WriteRoot
 from asyncckpt.engine.process.log import log_exception, log_warning
 from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import SaveJob
+from asyncckpt.errors import CheckpointError
+from asyncckpt.format.head import CREATED_FORMAT
 from asyncckpt.model.event import Event, Recorder, unix_time
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.store_url import Place
@@ -61,8 +67,17 @@ class EventLine(SaveFeature):
         if self._dropped_count == 1:
             log_warning("on_event of %s blocks: events are dropped, first that of a %s", event.path, event.name)
 
+    def opened(self, root: WriteRoot, *, rank: int) -> None:
+        """Hand on which checkpoint is the newest that is there, if any can be read."""
+        step, created = None, 0.0
+        with contextlib.suppress(CheckpointError):
+            step = newest_step(root)
+            created = float(calendar.timegm(time.strptime(read_head(root, step).created, CREATED_FORMAT)))
+        now = time.perf_counter()
+        self.put(Event(name="open", step=step, path=root.path, rank=rank, time=created, begun=now, seconds=0.0))
+
     def ended(
-        self, name: Literal["save", "compaction"], *, step: int | None, begun: float, path: Place, rank: int
+        self, name: Literal["save", "compaction", "upload"], *, step: int | None, begun: float, path: Place, rank: int
     ) -> Callable[[SaveResult | None, BaseException | None], None]:
         """Return a function that hands on how a save has ended. It holds nothing of the Saver."""
         return partial(_ended, self, name, step, begun, path, rank)
@@ -95,7 +110,7 @@ class EventLine(SaveFeature):
 
 def _ended(
     line: EventLine,
-    name: Literal["save", "compaction"],
+    name: Literal["save", "compaction", "upload"],
     step: int | None,
     begun: float,
     path: Place,

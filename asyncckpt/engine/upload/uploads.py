@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from asyncckpt.commit.discover import Listing, is_committed, shown_steps
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot
@@ -67,6 +68,7 @@ class Uploads(SaveFeature):
         self._working: Future[None] | None = None  # The last one.
         self._error: BaseException | None = None  # The last one that nobody has got.
         self._pid = os.getpid()
+        self.ended: Any = None  # Makes a function for an upload, to be called with no result and the error, if any.
         _all.add(self)
 
     @staticmethod
@@ -192,11 +194,14 @@ class Uploads(SaveFeature):
         while (attempt := self._next(with_left=goes_well)) is not None:
             if goes_well:
                 until = time.monotonic() + self._options.deadline
+            failed: BaseException | None = None
+            ended = None if self.ended is None else self.ended(step=attempt.step, begun=time.perf_counter())
             try:
                 self._upload(attempt, until)
             except BaseException as error:
                 goes_well = goes_well and isinstance(error, AttemptGoneError)  # Of which the store knows nothing.
-                self._fail(attempt, as_checkpoint_error(error, attempt.step))
+                failed = as_checkpoint_error(error, attempt.step)
+                self._fail(attempt, failed)
             else:
                 goes_well = True
                 with self._guard:
@@ -204,6 +209,8 @@ class Uploads(SaveFeature):
                     if not self._waiting and not self._left:
                         self._error = None  # Of an earlier try.
                 future.set_result(None)
+            if ended is not None:
+                ended(None, failed)
 
     def _next(self, *, with_left: bool) -> Attempt | None:
         with self._guard:
