@@ -17,6 +17,7 @@ import torch
 from asyncckpt.commit.attempt import claims
 from asyncckpt.commit.discover import Listing
 from asyncckpt.engine.process.held_directory import Opened, commits_of, open_alone
+from asyncckpt.engine.process.log import is_logged
 from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.stage import device_of
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 # In which a save calls its features, and why.
 ORDER = {
     "events": "the others note how long they take",
+    "log": "it tells of what is durable, whatever the others make of it",
     "ranks": "what other ranks write is neither cut nor planned, and decides what a delta may leave out",
     "filters": "they choose how the save is written, as deltas do",
     "deltas": "which rows are captured follows from what this rank writes",
@@ -228,6 +230,11 @@ def _open(asked: Asked, features: dict[str, SaveFeature], opened: Opened, ranks:
         from asyncckpt.engine.features.event_line import EventLine
 
         features["events"] = events = EventLine(options.debug.on_event)
+    if asked.rank == 0 and is_logged():
+        from asyncckpt.engine.features.log_lines import LogLines
+
+        features["log"] = lines = LogLines()
+        lines.opened(opened.root, is_locked=opened.lock is not None)
     uploads = cast("Uploads | None", features.get("uploads"))
     uploader = None if uploads is None else uploads.uploader
     remembers = not features.keys().isdisjoint({"deltas", "retention"})

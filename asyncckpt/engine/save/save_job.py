@@ -104,6 +104,7 @@ class SaverMemory:
     retention    the one that was begun last; None where nothing is removed
     half_loaded  the step that a Checkpointer has begun to fill the state with, until that has succeeded
     is_of_loop   whether it saves for a loop, which goes on as if nothing had failed, and not as it is told
+    skipped      how many calls have been skipped since the last save
     """
 
     plans: PlanCache
@@ -113,6 +114,7 @@ class SaverMemory:
     retention: Future[None] | None = None
     half_loaded: int | None = None
     is_of_loop: bool = False
+    skipped: int = 0
 
 
 @dataclass(frozen=True)

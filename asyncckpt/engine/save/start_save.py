@@ -12,6 +12,7 @@ from asyncckpt.commit.attempt import Claim
 from asyncckpt.engine.process.background import Job, background, check_may_wait
 from asyncckpt.engine.process.event_loop import check_may_block_here, check_may_wait_for
 from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
+from asyncckpt.engine.process.log import log_at_times
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.save.run_save import commit_alone, end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveCall, SaveJob, SaveTarget
@@ -27,6 +28,8 @@ from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.plan.regions import TableRows
 from asyncckpt.signals import wait_until_done
 from asyncckpt.snapshot.capture import NotAsPlanned
+
+SKIPS_TOLD = 3  # So many in a row, and more: a disk that is too slow, or `every` too often.
 
 
 def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
@@ -50,11 +53,16 @@ def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
     if not save_lock.acquire(ticket, on_busy=call.busy.action, deadline_s=call.busy.deadline, before_wait=before_wait):
         for feature in target.features:
             feature.skipped(call.number)
+        target.memory.skipped += 1
+        if target.memory.skipped >= SKIPS_TOLD:
+            others = ", ".join(map(str, save_lock.in_flight())) or "what has ended since"
+            what = "%d saves of %s in a row were skipped, the last because of the %s"
+            log_at_times("skip", path, what, target.memory.skipped, path, others)
         future = SaveFuture(step=step, path=path, what="skipped save")
         seconds = time.perf_counter() - begun
         future.skip(seconds=seconds, stall_seconds=seconds)
         return future
-    locked = time.perf_counter()
+    locked, target.memory.skipped = time.perf_counter(), 0
     claim: Claim | None = None
     job: SaveJob | None = None
     work: Job | None = None
@@ -168,6 +176,8 @@ def _choose_stage(job: SaveJob, *, is_staged: bool, by_tree: bool) -> StageChoic
         check_may_wait("a save that does not fit the memory limit")
         check_may_block_here(stage.fallback)
         warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
+        what = "step %d of %s blocks until it is written: %s"
+        log_at_times("fallback", target.root.path, what, job.step, target.root.path, stage.fallback)
     return stage
 
 

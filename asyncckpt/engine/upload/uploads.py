@@ -33,7 +33,7 @@ from asyncckpt.commit.store_root import StoreRoot, check_store
 from asyncckpt.coordination.channel import Pauses
 from asyncckpt.engine.process.background import check_may_wait, uploaders
 from asyncckpt.engine.process.future import as_checkpoint_error
-from asyncckpt.engine.process.log import log_warning
+from asyncckpt.engine.process.log import log_at_times, log_info, log_warning
 from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import Committed, SaveJob
 from asyncckpt.engine.upload.upload_attempt import AttemptGoneError, is_uploaded, upload_attempt
@@ -225,16 +225,22 @@ class Uploads(SaveFeature):
 
     def _upload(self, attempt: Attempt, until: float) -> None:
         """Upload, and try again while that may help; `until` is that of the one before, where that has failed."""
-        pause_s, options = FIRST_PAUSE_S, self._options
+        pause_s, options, begun = FIRST_PAUSE_S, self._options, time.monotonic()
         while True:
             try:
-                return upload_attempt(self._on_disk, self._store, attempt, options)
+                upload_attempt(self._on_disk, self._store, attempt, options)
+                break
             except IOFailedError as error:
                 if not is_timeout(error) or time.monotonic() + pause_s > until:
                     raise
+                what = "step %d of %s is not uploaded yet, the store does not answer: %s"
+                log_at_times("store", self._path, what, attempt.step, self._path, error)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
             options = replace(options, parallel=max(1, options.parallel // 2))  # On a slow line many take too long.
+        if options is not self._options:
+            away, what = time.monotonic() - begun, "step %d of %s is uploaded: the store answers again, after %.0f s"
+            log_info(what, attempt.step, self._path, away, event="uploaded", step=attempt.step, seconds=away)
 
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
         is_gone = isinstance(error, AttemptGoneError)
