@@ -8,7 +8,9 @@ beside the writes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -194,7 +196,11 @@ class ShardFiles:
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             run = Path(str(self._folder.path)).parents[1]
             what = f"shard files of step {self._attempt.step} in {str(run)!r} cannot be written"
-            raise io_failed(what, error, folder=run, bytes=self._bytes, held=held) from error
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with contextlib.suppress(OSError):
+                    free = held + shutil.disk_usage(run).free
+                    what += f", {self._bytes / 2**20:.1f} MiB wanted and {free / 2**20:.1f} MiB free on the disk"
+            raise io_failed(what, error) from error
 
 
 # -- from an arena -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,11 +35,8 @@ else:
 _libc = ctypes.CDLL(None, use_errno=True) if at is os else None
 
 
-def io_failed(what: str, error: OSError, *, folder: Path | None = None, bytes: int = 0, held: int = 0) -> IOFailedError:
-    """Wrap an OSError once, at this door.
-
-    Of a disk that is full it says how much was wanted, and is free: in the folder, and held by what has failed.
-    """
+def io_failed(what: str, error: OSError) -> IOFailedError:
+    """Wrap an OSError once, at this door."""
     hints = {
         errno.ENOSPC: "free space there, then save again: a directory needs room for one checkpoint more than `keep`",
         errno.EDQUOT: "the disk quota is used up",
@@ -50,10 +46,6 @@ def io_failed(what: str, error: OSError, *, folder: Path | None = None, bytes: i
         errno.EACCES: "check owner and permission",
     }
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if folder is not None and error.errno == errno.ENOSPC:
-        with contextlib.suppress(OSError):
-            free = held + shutil.disk_usage(folder).free
-            reason += f", {bytes / 2**20:.1f} MiB wanted, {free / 2**20:.1f} MiB free"
     return IOFailedError(f"{what}: {reason}", errno=error.errno, hint=hints.get(error.errno or 0))
 
 

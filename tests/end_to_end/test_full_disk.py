@@ -24,7 +24,7 @@ def test_the_error_and_doctor_say_where_how_much_and_what_to_do(tmp_path: Path) 
             with pytest.raises(asyncckpt.IOFailedError) as raised:
                 saver.save(3)
         assert re.search(
-            r"step 3 in '.*run' cannot be written: No space left.*device, 8.0 MiB wanted, 4.0 MiB free",
+            r"step 3 in '.*run' cannot be written, 8.0 MiB wanted and 4.0 MiB free on the disk: No space left",
             str(raised.value),
         )
         assert "one checkpoint more than `keep`" in str(raised.value)

@@ -31,11 +31,12 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
 
 def test_a_run_that_is_ended_by_sigterm_and_goes_on(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
     path = str(tmp_path)
-    with pytest.raises(SystemExit), asyncckpt.Checkpointer(path, every=2, **STATE) as ckpt:
-        for step in range(ckpt.restore(), 9):
-            if step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
+    with asyncckpt.Checkpointer(path, every=2, **STATE) as ckpt:
+        for step in range(ckpt.restore(), 3):
             ckpt.step(step)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            ckpt.step(3)
     with asyncckpt.Checkpointer(path, every=2, more=torch.ones(1), **STATE) as ckpt:
         ckpt.restore(strict=False)
     said = [record.getMessage().replace(path, "DIR") for record in lines.records]

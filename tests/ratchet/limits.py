@@ -33,6 +33,7 @@ LAYOUTS = "sparse, quantized and nested tensors are saved by what they consist o
 SPREAD = "DTensors over tensors of classes of their own are saved, and loaded by other numbers of ranks"
 STAGES = "which parameter is which is told by stored names after one beginning; parts of a TrainerState are checked"
 HEARD = "ranks skip a save that reports an earlier error, no error is lost, every message is held to the language"
+NIGHT = "a full disk, a job that commits nothing and a store that is away are told by errors, metrics, alerts, the log"
 WORLDS = "scaffolds that tests share are in tests/worlds/, and one test holds the language"
 BUDGET = {
     "lines of the core": {
@@ -49,8 +50,18 @@ BUDGET = {
         SPREAD: 375,
         STAGES: 211,
         HEARD: 51,
+        NIGHT: 162,
     },
-    "lines of doors": {FIRST: 19_402, ATTACKED: 18, MODULES: -1_059, LOWBIT: 1, CHANGED: 14, TRAINERS: 224, LAYOUTS: 3},
+    "lines of doors": {
+        FIRST: 19_402,
+        ATTACKED: 18,
+        MODULES: -1_059,
+        LOWBIT: 1,
+        CHANGED: 14,
+        TRAINERS: 224,
+        LAYOUTS: 3,
+        NIGHT: 12,
+    },
     "lines of csrc": {FIRST: 14_508, TRAINERS: 38},
     "lines of tests": {
         FIRST: 107_253,
@@ -66,6 +77,7 @@ BUDGET = {
         SPREAD: 552,
         STAGES: 851,
         HEARD: 320,
+        NIGHT: 192,
     },
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2},

@@ -1,6 +1,6 @@
 """Lines in the log of a Saver that is opened while INFO of the logger `asyncckpt` is on: opened, committed.
 
-Of several ranks, rank 0 logs them. Warnings need no feature: they are logged where they arise.
+With several ranks, rank 0 logs them. Warnings need no feature: they are logged where they arise.
 """
 
 from __future__ import annotations
