@@ -169,6 +169,9 @@ class Saver(Closing):
         self._target, self._lock, self._finalizer = opened.target, opened.lock, opened.finalizer
         self._ranks, self._uploads, self._events = opened.ranks, opened.uploads, opened.events
 
+    def __repr__(self) -> str:
+        return f"Saver({self.path!r}, {len(self._target.tables)} tables, {'closed' if self._closed else 'open'})"
+
     @property
     def path(self) -> str:
         """The checkpoint directory, absolute."""

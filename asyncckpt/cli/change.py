@@ -13,6 +13,9 @@ from asyncckpt.cli.findings import ExitCode
 from asyncckpt.cli.text import count_of, print_columns, size
 
 
+STEPS_SHOWN_MAX = 20  # On a line for people; --json has all of them.
+
+
 def add_commands(commands: Commands) -> None:
     more = "Stop training that writes to DIR first."
     made = commands.add("compact", compact, "turn a delta and its chain into one full checkpoint of its step", more)
@@ -143,7 +146,11 @@ def _done(wanted: Namespace) -> str:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    return f"{count_of(len(steps), 'checkpoint')}" + (f": {', '.join(map(str, steps))}" if steps else "")
+    """Return how many checkpoints these are, and which: of many, the first and the last ones."""
+    shown = [*map(str, steps)]
+    if len(shown) > STEPS_SHOWN_MAX:
+        shown = [*shown[:3], f"... {len(shown) - 6} more ...", *shown[-3:]]
+    return count_of(len(steps), "checkpoint") + (f": {', '.join(shown)}" if shown else "")
 
 
 def _positive(text: str) -> int:

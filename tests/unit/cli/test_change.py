@@ -79,3 +79,13 @@ def test_gc_removes_what_a_crash_has_left(run: Path) -> None:
     assert invoke("gc", run).stdout == "removed leftovers: 1 folder, 1 file, 5 B\n"
     assert not stray.exists()
     assert json.loads(invoke("gc", run, "--json").stdout)["folders_count"] == 0
+
+
+def test_of_many_checkpoints_the_first_and_the_last_are_named(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(2)}, durability="none") as saver:
+        assert repr(saver) == f"Saver('{tmp_path}', 0 tables, open)"
+        for step in range(1, 31):
+            saver.save(step)
+    said = invoke("prune", tmp_path, "--latest", 2, "--dry-run").stdout.splitlines()[0]
+    assert said.startswith("would remove 28 checkpoints: 1, 2, 3, ... 22 more ..., 26, 27, 28, ")
+    assert len(json.loads(invoke("prune", tmp_path, "--latest", 2, "--dry-run", "--json").stdout)["removed"]) == 28
