@@ -12,7 +12,6 @@ from asyncckpt.cli.answers import Commands, add_dry_run, add_json, add_step, ask
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.cli.text import count_of, print_columns, size
 
-
 STEPS_SHOWN_MAX = 20  # On a line for people; --json has all of them.
 
 
