@@ -10,8 +10,8 @@
                            prove, publish
     asyncckpt-background   commit      from the proof until it is durable; in it the manifest is written
     asyncckpt-retention    retention   remove old checkpoints
-    none                   open        the Saver has opened its directory: `step` is the newest there, or None, and `time`
-                                       that of its commit
+    none                   open        the Saver has opened its directory: `step` is the newest there, or None, and
+                                       `time` that of its commit
                            save        from the call to the end of the save, with its result or error
                            compaction  the same of Saver.compact
                            upload      a step is in the store, or is left with an error
