@@ -72,10 +72,8 @@ class Expected:
         return there[source] if self._has_rule() else 0
 
     def _takes_moments(self) -> bool:
-        alike = {"adamw": "adam"}
         sizes = [[len(group["params"]) for group in model.dense.param_groups] for model in (self._was, self._now)]
-        is_alike = alike.get(self._old.dense, self._old.dense) == alike.get(self._new.dense, self._new.dense)
-        return is_alike and (self._old.is_named or sizes[0] == sizes[1])
+        return self._old.dense == self._new.dense and (self._old.is_named or sizes[0] == sizes[1])
 
     def _moments(self) -> Any:
         was = moments_of(self._was)

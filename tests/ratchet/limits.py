@@ -76,7 +76,7 @@ BUDGET = {
         LAYOUTS: 561,
         SPREAD: 552,
         STAGES: 851,
-        HEARD: 322,
+        HEARD: 320,
         NIGHT: 301,
     },
     "public names": {FIRST: 225, ROWS: 1},
