@@ -270,7 +270,7 @@ def test_case_057_foreign_thing_in_the_place_of_ours(tmp_path: Path, name: str) 
     with pytest.raises(asyncckpt.CheckpointError, match=name if name != "LOCK" else "lock file"):
         asyncckpt.Saver(path=tmp_path)
     assert picture(tmp_path)[name] == before
-    assert len(os.listdir("/proc/self/fd")) == open_before, "a refused Saver keeps no descriptor"
+    assert len(os.listdir("/proc/self/fd")) <= open_before, "a refused Saver keeps no descriptor"
 
 
 def test_case_062_own_names_are_the_same_in_either_case(small: Crafted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,14 @@ def test_what_is_asked_for_is_one_feature(tmp_path: Path, name: str) -> None:
     asyncckpt.verify(tmp_path, 0)
 
 
-def test_the_order_is_that_of_the_table(tmp_path: Path) -> None:
+def test_the_order_is_that_of_the_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "asyncckpt")
     asked = {key: value for options in reversed(ASKED.values()) for key, value in options.items()}
     ranks = RankOptions(in_turn=True)
     with asyncckpt.Saver(0, 2, path=tmp_path, tensors={"model": MODEL}, ranks=ranks, **asked) as saver:
         found = features_of(saver)
-    assert found == ["EventLine", "SharesWithRanks", "Filters", "Deltas", "StepFences", "Retention"]
-    assert list(ORDER) == ["events", "ranks", "filters", "deltas", "steps", "uploads", "retention"]
+    assert found == ["EventLine", "LogLines", "SharesWithRanks", "Filters", "Deltas", "StepFences", "Retention"]
+    assert list(ORDER) == ["events", "log", "ranks", "filters", "deltas", "steps", "uploads", "retention"]
     made = {name: SaveFeature() for name in reversed(ORDER)}
     assert in_order(made) == tuple(made[name] for name in ORDER)
 
