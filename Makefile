@@ -186,7 +186,7 @@ matrix: ## installs the wheel beside each Python and torch that can be had here,
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC)/*' -not -path './$(LOWBIT)/*' -not -path './$(INTEGRATIONS_VENV)/*' \
-		-not -path ./.prometheus/* -not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
+		-not -path './.prometheus/*' -not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## also .venv, .venv-integrations, .venv-wheel, .venv-docs, .lowbit, .torchrec, .megatron and .prometheus
 	rm -rf $(VENV) $(INTEGRATIONS_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(LOWBIT) $(TORCHREC) $(MEGATRON) .prometheus

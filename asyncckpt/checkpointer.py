@@ -35,7 +35,7 @@ from asyncckpt.commit.discover import committed_steps
 from asyncckpt.engine.features.go_back import choose_step, go_back, store_of
 from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.engine.process.log import log_info, log_restored
+from asyncckpt.engine.process.log import log_ended, log_restored
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks import steps_together
 from asyncckpt.engine.ranks.open_directory import look_for_all, which_of_all
@@ -211,8 +211,7 @@ class Checkpointer:
         why = self._together.stop(self._why_stop())
         if not why:
             return self._periodic.step(step, metadata=metadata, save=save)
-        self._periodic._save_and_leave(step, metadata)
-        log_info("step %d of %s is saved, and the process ends: %s", step, self.path, why, event="ended", step=step)
+        log_ended(self._periodic._save_and_leave(step, metadata), why, rank=self._saver._target.rank)
         if why == _MAX_HOURS:
             exit_as_terminated()
         self._termination.leave()

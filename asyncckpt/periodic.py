@@ -260,10 +260,10 @@ class PeriodicSaver:
         return {INTERRUPTED: type(error).__name__, HALF_WAY: is_changed is not False}
 
     @uninterrupted
-    def _save_and_leave(self, step: int, metadata: Mapping[str, Any] | None) -> None:
+    def _save_and_leave(self, step: int, metadata: Mapping[str, Any] | None) -> SaveResult:
         """Save this step as the last one of a loop that is about to be left, and return when it is durable."""
         self._note_end(step, metadata)
-        self._save_last(self._last_of_loop({}))
+        return self._save_last(self._last_of_loop({}))
 
     def _save_last(self, last: _Ended) -> SaveResult:
         """Save the last step, blocking, unless it is saved."""

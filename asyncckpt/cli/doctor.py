@@ -157,7 +157,7 @@ def _try_disk(path: Path, bytes: int, found: Diagnosis) -> None:
     found.answer["disk"] = {"folder": str(folder), "free_bytes": free, **asdict(facts)}
     wanted = _newest_full_bytes(path)
     if free < wanted:
-        found.problems.append(f"saves fail: {size(free)} free, the newest full checkpoint has {size(wanted)}")
+        found.problems.append(f"full saves fail: {size(free)} free, the newest full checkpoint has {size(wanted)}")
     speed = "" if facts.bytes_per_s is None else f", writes {size(int(facts.bytes_per_s))}/s"
     direct = "direct writes" if facts.direct else "no direct writes"
     told = f"{size(free)} free, {direct}{speed}, a small file is durable after {_rounded(1000 * facts.sync_s)} ms"

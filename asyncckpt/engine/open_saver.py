@@ -230,11 +230,12 @@ def _open(asked: Asked, features: dict[str, SaveFeature], opened: Opened, ranks:
         from asyncckpt.engine.features.event_line import EventLine
 
         features["events"] = events = EventLine(options.debug.on_event)
-    if asked.rank == 0 and is_logged():
+    if (asked.rank == 0 or asked.ranks.in_turn) and is_logged():
         from asyncckpt.engine.features.log_lines import LogLines
 
         features["log"] = lines = LogLines()
-        lines.opened(opened.root, is_locked=opened.lock is not None)
+        if asked.rank == 0:
+            lines.opened(opened.root, is_locked=opened.lock is not None)
     uploads = cast("Uploads | None", features.get("uploads"))
     uploader = None if uploads is None else uploads.uploader
     remembers = not features.keys().isdisjoint({"deltas", "retention"})

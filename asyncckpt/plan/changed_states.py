@@ -274,8 +274,8 @@ class _OfTorch:
         if is_same and was == shapes and not changed._changes.names.new:
             return stored
         is_renamed = len(numbers) == len(order) == len(shapes) and changed._parameters.are_others(self._paths)
-        now = [{numbers.get(number) for number in group["params"]} for group in own["param_groups"]]
-        is_regrouped = now != [set(group["params"]) for group in groups]
+        members = [{numbers.get(number) for number in group["params"]} for group in own["param_groups"]]
+        is_regrouped = members != [set(group["params"]) for group in groups]
         if changed._strict and not is_same and (is_regrouped or not is_renamed):
             raise UsageError(
                 "its parameters are others, or in another order or other groups, than those that were saved"
@@ -287,14 +287,14 @@ class _OfTorch:
         state: dict[Any, Any] = {key: value for key, value in stored["state"].items() if type(key) is str}
         named, taken = [group for group in own["param_groups"] for _ in group["params"]], set[Any]()
         fitted = list(self._groups(own["param_groups"], groups, numbers))
-        is_now, then = ([group for group in each for _ in group["params"]] for each in (fitted, groups))
+        now, then = ([group for group in each for _ in group["params"]] for each in (fitted, groups))
         of = dict(zip(order, then, strict=True))
         for number, (before, shape) in enumerate(zip(was, shapes, strict=True)):
             entries = stored["state"].get(numbers.get(number))
             if entries is not None and before != shape:
                 entries = _with_shape(entries, before, shape, named[number])
             if entries is not None:
-                self._check_options(is_now[number], of[numbers[number]])
+                self._check_options(now[number], of[numbers[number]])
                 state[number] = _copied(entries) if numbers[number] in taken else entries
                 taken.add(numbers[number])
                 continue
@@ -359,7 +359,8 @@ def _with_shape(
     """Return the state of a parameter in another shape; None for one that has tensors of still other shapes."""
     found = dict(entries)
     for key, value in entries.items():
-        if isinstance(value, (Mapping, list, tuple)) and any(isinstance(each, torch.Tensor) for each in value):
+        held = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        if any(isinstance(each, torch.Tensor) for each in held):
             return None
         if not isinstance(value, torch.Tensor) or not value.dim():
             continue

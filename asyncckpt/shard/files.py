@@ -187,8 +187,9 @@ class ShardFiles:
         if error is None:
             self.close()
             return
-        opened = [file.fd for file in self._files if isinstance(file, OpenShard)]
-        held = sum(512 * getattr(os.fstat(fd), "st_blocks", 0) for fd in opened)
+        opened, held = [file.fd for file in self._files if isinstance(file, OpenShard)], 0
+        with contextlib.suppress(OSError):  # A disk that is gone says nothing of them.
+            held = sum(512 * getattr(os.fstat(fd), "st_blocks", 0) for fd in opened)
         with contextlib.suppress(CheckpointError):  # The save has failed already, for a better reason.
             self.close()
         if isinstance(error, CancelledDrain):

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.shard import files
 from tests.program import invoke
 from tests.read_only import small_disk
 
 STATE = {"x": torch.arange(1 << 20, dtype=torch.float64)}  # 8 MiB.
+
+
+def test_a_disk_that_is_gone_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks how much the files held raised in place of the error, and closed none of them."""
+
+    def gone(*_: object, **__: object) -> object:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE) as saver:
+        monkeypatch.setattr(files.ShardTarget, "end_file", gone)
+        monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), "fstat": gone}))
+        with pytest.raises(asyncckpt.IOFailedError, match="shard files of step 1 in"):
+            saver.save(1)
+        monkeypatch.undo()
+        held = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert not [path for path in held if "safetensors" in path and str(tmp_path) in path]
 
 
 def test_the_error_and_doctor_say_where_how_much_and_what_to_do(tmp_path: Path) -> None:

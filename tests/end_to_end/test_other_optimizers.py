@@ -158,25 +158,32 @@ def test_a_module_of_another_dtype_in_a_trainer_state_is_refused(tmp_path: Path)
         restore(tmp_path, {"t": TrainerState(average=layer().bfloat16())})
 
 
-class KeepsList(torch.optim.SGD):
-    """Has a list of tensors for each parameter."""
+class KeepsGradients(torch.optim.SGD):
+    """Keeps tensors of each parameter in a list, or in a dict."""
+
+    kind: type = list
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                history = self.state[parameter].setdefault("history", [])
-                history.append(parameter.grad.clone())
-                parameter.data.sub_(sum(history))
+                entries = self.state[parameter]
+                earlier = [*entries["kept"].values()] if self.kind is dict and entries else entries.get("kept", [])
+                kept = [*earlier, parameter.grad.clone()]
+                entries["kept"] = {str(at): each for at, each in enumerate(kept)} if self.kind is dict else kept
+                parameter.data.sub_(sum(kept))
 
 
-def test_a_resize_begins_anew_where_a_state_has_lists_of_tensors(tmp_path: Path) -> None:
-    """The tensors in the list kept their old shape, and the next step raised."""
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_resize_begins_anew_where_a_state_has_containers_of_tensors(tmp_path: Path, kind: type) -> None:
+    """The tensors in them kept their old shape, and the next step raised."""
 
     def made(size: int) -> State:
         model = nn.ModuleDict({"a": nn.Linear(2, size, bias=False)})
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        return {"m": model, "o": KeepsList(model.named_parameters(), lr=1.0)}
+        optimizer = KeepsGradients(model.named_parameters(), lr=1.0)
+        optimizer.kind = kind
+        return {"m": model, "o": optimizer}
 
     was, now = made(2), made(3)
     was["o"].step()

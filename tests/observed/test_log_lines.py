@@ -14,6 +14,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.engine.process import log
+from asyncckpt.model.result import SaveResult
 
 STATE = {"w": torch.ones(1 << 18)}
 
@@ -52,6 +53,24 @@ def test_a_run_that_is_ended_by_sigterm_and_goes_on(tmp_path: Path, lines: pytes
     assert [each["event"] for each in told] == ["opened", "committed", "committed", "ended", "opened", "restored"]
     assert told[1].keys() == {"event", "path", "step", "kind", "bytes", "seconds", "stall_seconds"}
     assert (told[5]["step"], told[5]["missing"]) == (3, ["more"])
+
+
+def test_parts_of_ranks_in_turn_are_no_commit(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
+    ranks = asyncckpt.RankOptions(in_turn=True)
+    for rank in range(2):
+        assert not any("is committed" in record.getMessage() for record in lines.records)
+        with asyncckpt.Saver(rank, 2, path=tmp_path, tensors={f"w{rank}": STATE["w"]}, ranks=ranks) as saver:
+            saver.save(1)
+    said = [record.getMessage() for record in lines.records]
+    assert sum("is open" in line for line in said) == sum("step 1 of" in line for line in said) == 1
+
+
+def test_a_last_step_that_another_rank_has_skipped_is_not_called_saved(lines: pytest.LogCaptureFixture) -> None:
+    skipped = SaveResult(step=3, kind="full", path=Path("DIR"), skipped=True)
+    log.log_ended(skipped, "SIGTERM", rank=0)
+    log.log_ended(skipped, "SIGTERM", rank=1)
+    said = [record.getMessage() for record in lines.records]
+    assert said == ["step 3 of DIR is not saved, another rank has skipped it, and the process ends: SIGTERM"]
 
 
 def test_who_logs_nothing_has_no_feature_for_it(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ BUDGET = {
         SPREAD: 375,
         STAGES: 211,
         HEARD: 51,
-        NIGHT: 170,
+        NIGHT: 186,
     },
     "lines of doors": {
         FIRST: 19_402,
@@ -77,7 +77,7 @@ BUDGET = {
         SPREAD: 552,
         STAGES: 851,
         HEARD: 320,
-        NIGHT: 301,
+        NIGHT: 348,
     },
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2},

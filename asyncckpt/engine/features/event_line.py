@@ -70,7 +70,7 @@ class EventLine(SaveFeature):
     def opened(self, root: WriteRoot, *, rank: int) -> None:
         """Hand on which checkpoint is the newest that is there, if any can be read."""
         step, created = None, 0.0
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, ValueError):  # Nobody has checked the time.
             step = newest_step(root)
             created = float(calendar.timegm(time.strptime(read_head(root, step).created, CREATED_FORMAT)))
         now = time.perf_counter()

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncckpt.model.result import LoadReport
+    from asyncckpt.model.result import LoadReport, SaveResult
 
 OFTEN_S = 600.0
 
@@ -39,6 +39,14 @@ def log_restored(report: LoadReport) -> None:
         event="restored", path=str(report.path), step=report.step, bytes=report.bytes_read, seconds=report.seconds,
         missing=list(report.missing),
     )  # fmt: skip
+
+
+def log_ended(result: SaveResult, why: str, *, rank: int) -> None:
+    """Log that a loop ends here, and whether its last step is saved: other ranks may have skipped it."""
+    if rank == 0:
+        what = "not saved, another rank has skipped it" if result.skipped else "saved"
+        message, step, path = "step %d of %s is %s, and the process ends: %s", result.step, result.path
+        log_info(message, step, path, what, why, event="ended", path=str(path), step=step, skipped=result.skipped)
 
 
 def log_warning(message: str, *values: object) -> None:
