@@ -16,13 +16,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
 from asyncckpt.format.module_facts import ModuleFacts, decode_facts, encode_facts, matter_to_readers
 from asyncckpt.format.strict_json import Fields, Json, dumps
-from asyncckpt.format.tree import (
-    Node,
-    Path,
-    decode_key,
-    encode_key,
-    kinds_in,
-)
+from asyncckpt.format.tree import Node, Path, containers, decode_key, encode_key, kinds_in
 from asyncckpt.format.values import COMPOSITE, MAPPINGS, TYPED_MAPPINGS
 from asyncckpt.model.sharing import SharedMemory, SharedView, Sharing, TiedLeaf
 
@@ -39,14 +33,14 @@ def encode_modules(tree: Node) -> bytes:
     """Return the member as JSON text, with a comma before it; nothing for a tree without state dicts of modules."""
     found: Json = [
         {"path": [encode_key(key, path) for key in path], "facts": encode_facts(node[3])}
-        for path, node in _state_dicts(tree, ())
+        for path, node in _state_dicts(tree)
     ]
     return b',"modules":%s' % dumps(found) if found else b""
 
 
 def must_be_known(tree: Node) -> bool:
     """Return whether a reader that passes over the member might load something else."""
-    return any(matter_to_readers(node[3], node[1]) for _, node in _state_dicts(tree, ()))
+    return any(matter_to_readers(node[3], node[1]) for _, node in _state_dicts(tree))
 
 
 def with_modules(tree: Node, fields: Fields) -> Node:
@@ -65,18 +59,9 @@ def with_modules(tree: Node, fields: Fields) -> Node:
     return tree
 
 
-def _state_dicts(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
-    if node[0] == "state":
-        yield from _state_dicts(node[1], path)
-    elif node[0] in MAPPINGS:
-        if len(node) == 4 and node[0] != COMPOSITE:
-            yield path, node
-        for key, child in zip(node[1], node[2], strict=True):
-            if len(child) > 1:
-                yield from _state_dicts(child, (*path, key))
-    elif len(node) > 1:
-        for index, child in enumerate(node[1]):
-            yield from _state_dicts(child, (*path, ("int", index)))
+def _state_dicts(tree: Node) -> Iterator[tuple[Path, Node]]:
+    found = ((path, node) for path, node in containers(tree) if node[0] in MAPPINGS and len(node) == 4)
+    return ((path, node) for path, node in found if node[0] != COMPOSITE)
 
 
 def _with_facts(node: Node, path: Path, found: dict[Path, ModuleFacts]) -> Node:

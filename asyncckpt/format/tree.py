@@ -65,29 +65,29 @@ def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from leaves(child, (*prefix, ("int", index)))
 
 
-def object_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
-    """Return the paths of all objects with a state_dict(), also of those inside of others, in depth-first order."""
-    if node[0] == "state":
-        yield prefix
-        yield from object_paths(node[1], prefix)
-    elif len(node) > 1:
-        is_dict = node[0] in MAPPINGS
-        keys = node[1] if is_dict else [("int", index) for index in range(len(node[1]))]
-        for key, child in zip(keys, node[2] if is_dict else node[1], strict=True):
-            if len(child) > 1:
-                yield from object_paths(child, (*prefix, key))
-
-
-def empty_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
-    """Return the paths of containers without anything in them, except those inside of objects."""
-    if len(node) == 1 or node[0] == "state":
+def containers(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Return all nodes but leaves, with their paths, in depth-first order."""
+    if len(node) == 1:
         return
-    if not node[1]:
-        yield prefix
+    yield prefix, node
+    if node[0] == "state":
+        yield from containers(node[1], prefix)
+        return
     is_dict = node[0] in MAPPINGS
     keys = node[1] if is_dict else [("int", index) for index in range(len(node[1]))]
     for key, child in zip(keys, node[2] if is_dict else node[1], strict=True):
-        yield from empty_paths(child, (*prefix, key))
+        if len(child) > 1:
+            yield from containers(child, (*prefix, key))
+
+
+def object_paths(node: Node) -> Iterator[Path]:
+    """Return the paths of all objects with a state_dict(), also of those inside of others, in depth-first order."""
+    return (path for path, each in containers(node) if each[0] == "state")
+
+
+def composites(node: Node) -> Iterator[tuple[Path, Node]]:
+    """Return composites with their paths, also those within others, in depth-first order."""
+    return ((path, each) for path, each in containers(node) if each[0] == COMPOSITE)
 
 
 def tensor_paths(node: Node, prefix: Path = ()) -> list[Path]:
@@ -113,20 +113,6 @@ def metadata_in(state: Any) -> dict[str, Any] | None:
     """Return the `_metadata` of a state dict of torch: what another mapping calls so is something else."""
     found = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
     return dict(found.items()) if isinstance(found, Mapping) else None
-
-
-def composites(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Return composites with their paths, also those within others, in depth-first order."""
-    if node[0] == COMPOSITE:
-        yield prefix, node
-    if node[0] == "state":
-        yield from composites(node[1], prefix)
-    elif len(node) > 1:
-        is_dict = node[0] in MAPPINGS
-        keys = node[1] if is_dict else [("int", index) for index in range(len(node[1]))]
-        for key, child in zip(keys, node[2] if is_dict else node[1], strict=True):
-            if len(child) > 1:
-                yield from composites(child, (*prefix, key))
 
 
 def module_metadata(node: Node) -> OrderedDict[str, dict[str, Any]] | None:
@@ -157,10 +143,7 @@ def mapping_node(kind: str, keys: Sequence[Key], children: Sequence[Node], metad
 
 def kinds_in(node: Node) -> set[str]:
     """Return the kinds of a node and of all that it holds, but those of leaves."""
-    if len(node) == 1:
-        return set()
-    below = node[1:2] if node[0] == "state" else node[2] if node[0] in MAPPINGS else node[1]
-    return {node[0]}.union(*(kinds_in(child) for child in below if len(child) > 1))
+    return {each[0] for _, each in containers(node)}
 
 
 def descend(node: Node, path: Path) -> Node | None:

@@ -220,7 +220,7 @@ class ChangedStates:
             for name, number, parameter in zip(group["tables"], group["params"], live["params"], strict=True):
                 if id(parameter.table) not in self._tables:
                     state[number] = now["state"].get(number, {})
-                elif self._tables[id(parameter.table)][0].issuperset(_used(own, group)):
+                elif self._tables[id(parameter.table)][0].issuperset(own._slots_used(group)):
                     known = [there.get(source) or self._steps.get(source) for source in sources[name]]
                     steps = {found[0] for found in known if found is not None and options <= found[1]}
                     if len(known) == 1 and len(steps) == 1:
@@ -336,12 +336,6 @@ class _Groups:
     def same_as(self, group: Collection[Any]) -> int | None:
         known = frozenset(self._there.intersection(group))
         return self._found.get(known) if known else None
-
-
-def _used(own: Any, group: Mapping[str, Any]) -> Collection[str]:
-    """Return the slots of a group of an optimizer of tables that its options make use of."""
-    used: Collection[str] = own._slots_used(group) if hasattr(own, "_slots_used") else group["slots"]
-    return used
 
 
 def _copied(value: Any) -> Any:

@@ -82,9 +82,8 @@ class CompositeLoads:
         self._names = {path: set(node[1]) for path, node in nodes.items()}
         for item in targets.rebuilt:  # A state dict may give other tensors over the memory of the module's own.
             owner = item.owner if item.is_module and item.composites else torch.nn.Module()
-            named = dict(owner.named_parameters(remove_duplicate=False)) | dict(
-                owner.named_buffers(remove_duplicate=False)
-            )
+            named = dict(owner.named_buffers(remove_duplicate=False))
+            named.update(owner.named_parameters(remove_duplicate=False))
             for path, (tensor, parts) in item.composites.items():
                 live = named.get(item.wrapped.get(path[-1], path[-1]), tensor)
                 item.composites[path] = live if place_of(live) == place_of(tensor) else tensor, parts
@@ -94,15 +93,14 @@ class CompositeLoads:
         self._own = {path: facts[path] for path in in_place}
         self._own_names = {path: set(parts.inner) for path, _, parts in targets.composites}
         self._check_each(chain, targets, loads)
-        loads = [(target, source) for target, source in loads if target is not None]
-        self._loaded = {target.path: target for target, _ in loads if target is not None}
-        self._check_targets(contents, targets, {target.path: source.path for target, source in loads if target})
+        pairs = [(target, source) for target, source in loads if target is not None]
+        self._loaded = {target.path: target for target, _ in pairs}
+        self._check_targets(contents, targets, {target.path: source.path for target, source in pairs})
         self._check_renewed(chain, contents)
-        for target, source in loads:
+        for target, source in pairs:
             form = source.shape, dtype_by_name(source.dtype, owner=source.name).dtype
-            if target is None or (target.whole_shape, target.dtype) == form:
-                continue
-            if any(target.path[:end] in self._own for end in range(1, len(target.path))):
+            is_part = any(target.path[:end] in self._own for end in range(1, len(target.path)))
+            if is_part and (target.whole_shape, target.dtype) != form:
                 self.problems.append(
                     f"{target.name!r} is a part of one tensor, and is neither resized nor cast: it is "
                     f"{target.dtype} {target.whole_shape}, in the checkpoint {source.dtype} {source.shape}"

@@ -34,8 +34,8 @@ from asyncckpt.format.tree import (
     Key,
     Node,
     Path,
+    containers,
     descend,
-    empty_paths,
     key_value,
     leaves,
     path_name,
@@ -202,7 +202,8 @@ def dense_targets(
             item.tensors[path] = leaf
         if item is None or item.is_module:
             in_place.append(writable(names[number], path, leaf))
-    empty = tuple(path for path in empty_paths(flat.tree) if path and owner_of(path, owners) is None)
+    bare = (path for path, node in containers(flat.tree) if path and not node[1])
+    empty = tuple(path for path in bare if owner_of(path, owners) is None)
     paths = tuple(tensor_paths(flat.tree))
     state_dicts = tuple(_state_dicts(state, flat.tree, ()))
     return DenseTargets(

@@ -33,7 +33,7 @@ class StepWatch:
         self._is_changed = False
         self._state, self._tables = state, tables
         self._trained: dict[int, Any] | None = None
-        self._optimizers = list(_optimizers_in(state))
+        self._optimizers = list(_found_in(state, torch.optim.Optimizer))
         self._tell = [bool(getattr(type(optimizer).step, "hooked", False)) for optimizer in self._optimizers]
         if not self._optimizers:
             return
@@ -47,9 +47,9 @@ class StepWatch:
 
         def after_forward(_: torch.nn.Module, __: Any, output: Any) -> None:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                for tensor in _tensors_in(output):
+                for tensor in _found_in(output, torch.Tensor):
                     if tensor.requires_grad:
-                        tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+                        tensor.register_hook(before_backward)
 
         modules = (table.in_backward_of for table in tables.values() if isinstance(table, TrainedInBackward))
         for module in dict.fromkeys(modules):
@@ -77,7 +77,7 @@ class StepWatch:
     def _trains(self, stepping: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer that is not in the state has parameters or tables that are."""
         if self._trained is None:
-            found = (*self._tables.values(), *_parameters_in(self._state))
+            found = (*self._tables.values(), *_found_in(self._state, torch.Tensor))
             self._trained = {id(item): item for item in found}  # Kept alive, so that their ids stay theirs.
         firsts = (group["params"][0] for group in stepping.param_groups if group["params"])
         return any(id(getattr(first, "table", first)) in self._trained for first in firsts)
@@ -89,33 +89,12 @@ def _share_parameters(one: torch.optim.Optimizer, other: torch.optim.Optimizer) 
     return first is not None and any(first is parameter for group in one.param_groups for parameter in group["params"])
 
 
-def _optimizers_in(state: Any) -> Iterator[torch.optim.Optimizer]:
-    if isinstance(state, torch.optim.Optimizer):
+def _found_in(state: Any, *kinds: type) -> Iterator[Any]:
+    """Yield what of these kinds is in mappings, lists and tuples: of tensors also those of modules."""
+    if isinstance(state, kinds):
         yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _optimizers_in(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _optimizers_in(value)
-
-
-def _parameters_in(state: Any) -> Iterator[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, torch.nn.Module) or (isinstance(state, Mapping) and hasattr(state, "parameters")):
+    elif torch.Tensor in kinds and isinstance(state, (torch.nn.Module, Mapping)) and hasattr(state, "parameters"):
         yield from state.parameters()  # Of the dense state of a module, those of the module.
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _parameters_in(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _parameters_in(value)
-
-
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (list, tuple)):
-        for part in output:
-            yield from _tensors_in(part)
+    elif isinstance(state, (Mapping, list, tuple)):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _found_in(value, *kinds)
