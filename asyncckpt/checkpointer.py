@@ -24,6 +24,7 @@ import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from time import monotonic
@@ -32,20 +33,21 @@ from typing import Any
 from asyncckpt.arguments import check_seconds, check_type
 from asyncckpt.checkpointer_options import check_options, parts_of
 from asyncckpt.commit.discover import committed_steps
-from asyncckpt.engine.features.go_back import choose_step, go_back, store_of
+from asyncckpt.engine.features.go_back import store_of
 from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.engine.process.log import log_ended, log_restored
+from asyncckpt.engine.process.log import log_ended
 from asyncckpt.engine.process.termination import Termination, exit_as_terminated
 from asyncckpt.engine.ranks import steps_together
+from asyncckpt.engine.ranks.loop_restore import Copy, LoopRestore
 from asyncckpt.engine.ranks.open_directory import look_for_all, which_of_all
 from asyncckpt.engine.ranks.steps_together import StepsTogether
-from asyncckpt.errors import CorruptError, IOFailedError, UsageError, closing_beside, warn
+from asyncckpt.errors import IOFailedError, UsageError, closing_beside
 from asyncckpt.format.names import check_step
 from asyncckpt.loader import changed_request, load_now
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.store_url import StoreUrl
-from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, BusyPolicy, DeltaPolicy, KeepPolicy, RankOptions
+from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, DeltaPolicy, KeepPolicy, RankOptions
 from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics, check_every
 from asyncckpt.plan.load_offer import LoadFilter
 from asyncckpt.saver import Saver
@@ -54,7 +56,6 @@ from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.folder import check_place
 
 _MAX_HOURS = "max_hours"
-_AS_SAVED = LoadRequest()
 
 
 class Checkpointer:
@@ -112,6 +113,7 @@ class Checkpointer:
                 look_for_all(path, None if "shard_num" in options else ranks)
                 self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
             self._together = StepsTogether(self._saver._ranks, self._termination)
+            self._restores = LoopRestore(self._together, self._saver._target, self._saver._uploads)
             try:
                 # A rank that is not made fails the first restore of the others.
                 with StepsTogether(self._saver._ranks, self._termination).restoring():
@@ -158,6 +160,7 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         resize: Collection[str] = (),
         filter_func: LoadFilter | None = None,
+        fallback: bool = False,
     ) -> int:
         """Load a step, by default the newest, into the state; return the step to go on with: 0 in an empty directory.
 
@@ -170,6 +173,10 @@ class Checkpointer:
         strict, cast, rename, resize, filter_func: for a model that has changed since, see Loader. The same call also
         restores what is saved afterwards. `report` has what is missing.
 
+        fallback: where the newest step is damaged, all ranks load the newest older one that is sound, and a warning is
+        logged. The next `.step` or `save_now` puts the damaged ones aside, into the folder `damaged`. Not for a step
+        that is named, nor with strict=False, resize or filter_func, which could leave parts of a damaged one in place.
+
         Raises as Loader.load does, and then the last step is not saved at the end. If parts of the state were filled,
         all saves raise until a `restore` succeeds or `begin_anew` is called.
         """
@@ -177,19 +184,21 @@ class Checkpointer:
         with self._together.restoring():
             step = check_step(step)
             check_type("discard_newer", discard_newer, bool)
+            check_type("fallback", fallback, bool)
             how = changed_request(strict=strict, cast=cast, rename=rename, resize=resize, filter_func=filter_func)
+            if fallback and (step is not None or discard_newer or not strict or resize or filter_func is not None):
+                raise UsageError(
+                    "fallback is for the newest step, and for a state that a load fills as a whole",
+                    hint="leave out step, discard_newer, strict=False, resize and filter_func",
+                )
             self._periodic.drain()
             self._saver._wait_in_flight(SAVE_DEADLINE_S)
-            target, uploads = self._saver._target, self._saver._uploads
-            chosen = self._together.decided(lambda: choose_step(target, uploads, step, discard_newer=discard_newer))
+            chosen = self._restores.choose(step, discard_newer=discard_newer)
             if chosen is not None:
-                assert isinstance(chosen, list)
-                step, url = chosen
-                assert isinstance(step, int)
-                self._load_step(step, how, discard_newer=discard_newer, url=None if url is None else str(url))
+                self._load_step(chosen, how, discard_newer=discard_newer, fallback=fallback)
         if self._together.is_asked:  # Nothing is to be saved.
             self._termination.leave()
-        return 0 if chosen is None or step is None else step + 1
+        return 0 if chosen is None or self._last_step is None else self._last_step + 1
 
     def step(
         self, step: int, *, metadata: Mapping[str, Any] | None = None, save: bool | None = None
@@ -204,6 +213,7 @@ class Checkpointer:
         step = check_step(step, or_none=False)
         self._check_open()
         self._check_ascends(step)
+        self._restores.put_aside(self._last_step)
         self._last_step = step
         self._errors_before = _errors_raised()
         self._termination.listen()
@@ -226,6 +236,7 @@ class Checkpointer:
         """Save the state as it is now, and return when the checkpoint is durable: see PeriodicSaver.save_now."""
         self._check_open()
         step = check_step(step)
+        self._restores.put_aside(self._last_step)
         if step is not None and step != self._last_step:
             self._check_ascends(step)
             self._last_step = step - 1  # The step may still be noted.
@@ -275,37 +286,15 @@ class Checkpointer:
         finally:
             self._termination.end()
 
-    def _load_step(
-        self, step: int, how: LoadRequest = _AS_SAVED, *, discard_newer: bool, url: str | None = None
-    ) -> None:
-        """Load a step on all ranks, of the directory or from the store, and make it the newest one."""
+    def _load_step(self, chosen: Copy, how: LoadRequest, **options: bool) -> None:
+        """Load a step on all ranks, and make it the newest one."""
         # From here on, also when an error ends it, the state is not that of the last step any more.
         self._last_step = self._step_ended = None
         self._periodic._forget_last()
-        try:
-            report = self._together.all_done(lambda: self._load(step, url or self.path, how))
-            self._saver._target.memory.half_loaded = None
-        except CorruptError:
-            older = [other for other in committed_steps(self._saver._target.root) if other < step]
-            if older and self._saver._target.rank == 0:
-                back = f"restore({older[-1]}, discard_newer=True) continues from the one before it"
-                with suppress(RuntimeWarning):  # Where warnings are errors, the other one says more.
-                    warn(f"asyncckpt: step {step} of {self.path!r} is damaged; {back}", RuntimeWarning)
-            raise
-        if discard_newer:
-            self._together.all_done(lambda: go_back(self._saver._target, self._saver._uploads, step))
-        self._report, self._last_step = report, step
-        if self._saver._target.rank == 0:
-            log_restored(report)
-        if report.metadata.get(HALF_WAY):
-            by = report.metadata.get(INTERRUPTED, "the end of the program")
-            warn(
-                f"asyncckpt: step {report.step} was saved after {by} in the middle of the next step, of which the "
-                "state may hold a part; restore(an earlier step, discard_newer=True) goes back",
-                RuntimeWarning,
-            )
+        self._report = self._restores.load(partial(self._load, how), chosen, **options)
+        self._last_step = self._report.step
 
-    def _load(self, step: int, path: str, how: LoadRequest) -> LoadReport:
+    def _load(self, how: LoadRequest, step: int, url: str | None) -> LoadReport:
         target = self._saver._target
         request = replace(
             how,
@@ -318,7 +307,7 @@ class Checkpointer:
             puts_values=True,
             before_fill=lambda: setattr(target.memory, "half_loaded", step),
         )
-        return load_now(check_place(path), request, BusyPolicy("wait"))
+        return load_now(check_place(url or self.path), request, BusyPolicy("wait"))
 
     def _check_ascends(self, step: int) -> None:
         """Refuse at once what would be refused, or become a second history, in the middle of training."""

@@ -31,7 +31,7 @@ _LIKELY = re.compile(r"(?i).*(model|checkpoint|ckpt|(epoch|step|iter)[^a-z0-9]*[
 _NO_MODEL = re.compile(r"(optim|sched|scaler|rng|random_state).*|(.*_)?(args|config|vocab)\..*")
 _ONE_OF_SEVERAL = re.compile(r".*([0-9]-of-[0-9]|rank_?[0-9]).*")
 # What stands beside checkpoints and is none: of ours and of file systems; of trainers and what they log.
-_OURS = rf"{MANIFESTS_DIR}|{DATA_DIR}|{LOCK_NAME}|ranks|\..*|lost\+found"
+_OURS = rf"{MANIFESTS_DIR}|{DATA_DIR}|{LOCK_NAME}|damaged|ranks|\..*|lost\+found"
 _TEXT = r"events\..*|.*\.(log|txt|md|ya?ml|json|toml|out|err|csv|py|sh)"
 _BESIDE = re.compile(rf"{_OURS}|{_TEXT}|logs?|runs|tensorboard|wandb|mlruns|lightning_logs")
 _NOT_BELOW = re.compile(rf"{_OURS}|{_TEXT}|{_FILE.pattern}")

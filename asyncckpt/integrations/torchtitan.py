@@ -125,7 +125,7 @@ class CheckpointManager:
         own._check_open()
         with own._together.restoring():
             how = changed_request(**self._restoring)
-            own._load_step(check_step(step, or_none=False), how, discard_newer=False)
+            own._load_step((check_step(step, or_none=False), None), how)
         if own._together.is_asked:
             own._termination.leave()
 

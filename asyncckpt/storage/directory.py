@@ -314,10 +314,10 @@ class Directory:
             raise io_failed(f"{str(self.path / target)!r} cannot be published", error) from error
         self.made.pop(source, None)
 
-    def move(self, source: str, target: str) -> None:
-        """Give a file or a folder another name; a file is replaced, a folder that is not empty never is."""
+    def move(self, source: str, target: str, *, to: Directory | None = None) -> None:
+        """Rename a file or a folder, also into another one; a file is replaced, a folder that is not empty never is."""
         with _door(f"{str(self.path / source)!r} cannot be moved to {target!r}"):
-            at.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            at.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=(to or self).fd)
         self.made.pop(source, None)
 
     def remove_file(self, name: str, *, version: tuple[int, ...] = ()) -> bool:

@@ -13,6 +13,7 @@ from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FaultProxy, Mishap
+from tests.worlds.directories import flip_byte
 
 
 def run(path: Path, url: str, *, to: int, back_to: int | None = None) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -81,3 +82,57 @@ def test_a_damaged_step_there_is_no_empty_directory(owner: seaweed.Server, url: 
     with pytest.raises(asyncckpt.CorruptError, match="is missing"):
         run(tmp_path / "new", url, to=9)
     assert asyncckpt.list_steps(tmp_path / "new") == []
+
+
+def damage(path: Path, step: int) -> None:
+    flip_byte(max((path / name for name in asyncckpt.describe(path, step).files), key=lambda file: file.stat().st_size))
+
+
+def train_on(path: Path | str, url: str | None, to: int) -> asyncckpt.LoadReport | None:
+    """Restore with fallback, and train a tensor on, every step saved."""
+    total = torch.zeros(1 << 12)
+    options = {} if url is None else {"upload": url}
+    with asyncckpt.Checkpointer(path, every=1, options=options, total=total) as ckpt:
+        first = ckpt.restore(fallback=True)
+        assert total.unique().tolist() == [sum(range(first))]
+        for step in range(first, to):
+            total += step
+            ckpt.step(step, save=True)
+        return ckpt.report
+
+
+def test_a_copy_in_the_store_is_better_than_an_older_step(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    train_on(tmp_path, url, 4)
+    damage(tmp_path, 3)
+    report = train_on(tmp_path, url, 6)
+    assert report is not None
+    assert (report.step, report.fallback_from, report.path) == (3, (), StoreUrl.of(url))
+    assert not (tmp_path / "damaged").exists()
+    assert asyncckpt.list_steps(tmp_path) == asyncckpt.list_steps(url) == list(range(6))
+
+
+def test_damaged_steps_in_a_store_are_put_aside_there(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    train_on(tmp_path, url, 4)
+    store = ObjectStore(StoreUrl.of(url))
+    shutil.rmtree(tmp_path)
+    for name in asyncckpt.describe(url, 3).files:
+        store.remove(name)
+    report = train_on(tmp_path / "new", url, 5)
+    assert report is not None
+    assert (report.step, report.fallback_from) == (2, (3,))
+    assert asyncckpt.list_steps(url) == list(range(5))
+    assert asyncckpt.list_steps(tmp_path / "new") == [3, 4]
+    for step in range(5):
+        asyncckpt.verify(url, step)
+    assert [found.key.split("/")[-1] for found in store.below("damaged")] == ["000000000003.json"]
+
+
+def test_a_directory_in_a_store_falls_back_as_one_on_a_disk(owner: seaweed.Server, url: str) -> None:
+    train_on(url, None, 4)
+    store = ObjectStore(StoreUrl.of(url))
+    for name in asyncckpt.describe(url, 3).files:
+        store.remove(name)
+    report = train_on(url, None, 5)
+    assert report is not None
+    assert (report.step, report.fallback_from) == (2, (3,))
+    assert asyncckpt.list_steps(url) == list(range(5))

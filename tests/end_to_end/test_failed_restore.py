@@ -8,54 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import asyncckpt
 from asyncckpt import checkpoints
 from asyncckpt.loader import load_now
 from asyncckpt.storage.directory import Directory
+from tests.worlds.filled import STEPS, Filled, check_all, damage
 
-STEPS = 23
 Failing = Callable[[asyncckpt.Checkpointer, pytest.MonkeyPatch], None]
-
-
-class Filled:
-    """A state that tells its step: a tensor behind a dict, another one, an optimizer, and the rows of a table."""
-
-    def __init__(self) -> None:
-        self.x, self.y = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1 << 16)
-        self.optimizer = torch.optim.SGD([self.x], lr=1.0)
-        self.table = asyncckpt.HashTable("t", 1)
-
-    def open(self, path: Path) -> asyncckpt.Checkpointer:
-        return asyncckpt.Checkpointer(
-            path, every=10, x={"v": self.x.data}, y=self.y, optimizer=self.optimizer, t=self.table
-        )
-
-    def train(self, step: int) -> None:
-        self.x.grad = -torch.ones(1)
-        self.optimizer.step()
-        self.y.fill_(step)
-        self.table.insert(torch.tensor([step]), torch.full((1, 1), float(step)))
-
-
-def check_all(path: Path) -> list[int]:
-    """Every checkpoint of a directory holds what belongs to its step."""
-    steps = asyncckpt.list_steps(path)
-    for step in steps:
-        state = asyncckpt.load(path, step, tables=True)
-        found = (state["x"]["v"].item(), state["y"].unique().tolist(), sorted(state["t"]["id"].tolist()))
-        assert found == (step, [step], list(range(1, step + 1))), step
-    return steps
-
-
-def damage(path: Path, step: int) -> None:
-    """Change the last byte of `y`, the largest part."""
-    file = max((path / name for name in asyncckpt.describe(path, step).files), key=lambda file: file.stat().st_size)
-    found = bytearray(file.read_bytes())
-    at = found.rindex(torch.tensor([float(step)]).numpy().tobytes())
-    found[at + 3] ^= 1
-    file.write_bytes(found)
 
 
 def no_such_step(ckpt: asyncckpt.Checkpointer, _: pytest.MonkeyPatch) -> None:
@@ -137,10 +97,7 @@ def test_what_a_failed_restore_leaves_is_not_saved_as_the_last_step(
     state = Filled()
     ckpt = state.open(tmp_path)
     with contextlib.suppress(asyncckpt.CheckpointError), ending(ckpt):
-        for step in range(1, STEPS + 1):
-            state.train(step)
-            ckpt.step(step)
-            ckpt._periodic.drain()
+        state.run(ckpt)
         failing(ckpt, monkeypatch)
         raise AssertionError("it has not failed")
     monkeypatch.undo()
@@ -153,12 +110,9 @@ def test_what_a_failed_restore_leaves_is_not_saved_as_the_last_step(
 def test_a_step_behind_a_failed_restore_is_no_second_history(tmp_path: Path) -> None:
     state = Filled()
     with state.open(tmp_path) as ckpt:
-        for step in range(1, STEPS + 1):
-            state.train(step)
-            ckpt.step(step)
-            ckpt._periodic.drain()
+        state.run(ckpt)
         damage(tmp_path, 20)
-        way_back = r"step 20 of .* is damaged; restore\(10, discard_newer=True\) continues from the one before it"
+        way_back = r"step 20 of .* is damaged; restore\(fallback=True\) puts it aside, and continues from step 10 if"
         with pytest.warns(RuntimeWarning, match=way_back), pytest.raises(asyncckpt.CorruptError):
             ckpt.restore()
         with pytest.raises(asyncckpt.UsageError, match=r"not above step 20, .* \(call restore\(\) before the loop"):
@@ -174,10 +128,7 @@ def test_a_step_behind_a_failed_restore_is_no_second_history(tmp_path: Path) -> 
 def test_a_damaged_step_is_a_corrupt_error_where_warnings_are_errors(tmp_path: Path) -> None:
     state = Filled()
     with state.open(tmp_path) as ckpt:
-        for step in range(1, STEPS + 1):
-            state.train(step)
-            ckpt.step(step)
-            ckpt._periodic.drain()
+        state.run(ckpt)
         damage(tmp_path, 20)
         with pytest.raises(asyncckpt.CorruptError):
             ckpt.restore()

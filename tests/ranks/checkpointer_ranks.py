@@ -21,8 +21,9 @@ import torch.distributed as dist
 import asyncckpt
 from asyncckpt import checkpointer
 from asyncckpt.engine.ranks import steps_together
-from asyncckpt.errors import IncompatibleError, IOFailedError, PeerError, UsageError
+from asyncckpt.errors import CorruptError, IncompatibleError, IOFailedError, PeerError, UsageError
 from tests.ranks.job_ranks import WAIT_S_MAX, group_of
+from tests.worlds.directories import flip_byte
 from tests.worlds.objects import Stateful
 
 DEADLINE = asyncckpt.RankOptions(peer_deadline=20.0)
@@ -143,6 +144,37 @@ def a_rank_cannot_restore(rank: int, folder: Path) -> None:
         assert asyncckpt.list_steps(folder / "ckpt") == [0, 1]
         assert training.x.tolist() == [2.0] * 3
         ckpt.step(2)
+
+
+def one_finds_damage(damaged: int, rank: int, folder: Path) -> None:
+    """What one rank reads of step 3 is damaged: both pass it by, put it aside, and save it again."""
+    training, path = CountedSteps(rank, folder), folder / "ckpt"
+    own = torch.zeros(4096)
+    with training.open(path, **{f"of_rank_{rank}": own}) as ckpt:
+        for step in range(ckpt.restore(), 4):
+            own.fill_(step)
+            training.train(step)
+            ckpt.save_now(step)
+    dist.barrier()
+    if rank == damaged:
+        (name,) = (name for name in asyncckpt.describe(path, 3).files if f"/r0000{damaged}-" in name)
+        flip_byte(path / name)
+    dist.barrier()
+    with training.open(path, **{f"of_rank_{rank}": own}) as ckpt:
+        with pytest.raises(CorruptError if rank == damaged else PeerError):
+            ckpt.restore()
+        assert ckpt.restore(fallback=True) == 3
+        assert ckpt.report is not None
+        assert ckpt.report.fallback_from == (3,)
+        assert (own.unique().tolist(), training.x.tolist()) == ([2], [3.0] * 3)
+        assert asyncckpt.list_steps(path) == [0, 1, 2, 3]
+        dist.barrier()
+        for step in range(3, 5):
+            training.train(step)
+            ckpt.save_now(step)
+    assert asyncckpt.list_steps(path) == [0, 1, 2, 3, 4]
+    asyncckpt.verify(path, 3)
+    assert len(list((path / "damaged").iterdir())) == 1
 
 
 def terminate() -> None:

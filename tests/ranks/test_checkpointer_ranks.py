@@ -49,6 +49,11 @@ def test_ranks_restore_together_or_not_at_all(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(tmp_path / "ckpt") == [0, 1, 2]
 
 
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_what_one_rank_finds_damaged_all_pass_by(tmp_path: Path, damaged: int) -> None:
+    assert run(partial(checkpointer_ranks.one_finds_damage, damaged), 2, tmp_path) == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("event", "in_block"),
     [

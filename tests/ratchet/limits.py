@@ -52,7 +52,7 @@ BUDGET = {
         STAGES: 211,
         HEARD: 51,
         WALKS: -60,
-        NIGHT: 186,
+        NIGHT: 429,
     },
     "lines of doors": {
         FIRST: 19_402,
@@ -79,7 +79,7 @@ BUDGET = {
         SPREAD: 552,
         STAGES: 851,
         HEARD: 320,
-        NIGHT: 350,
+        NIGHT: 686,
     },
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2},

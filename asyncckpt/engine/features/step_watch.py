@@ -90,7 +90,7 @@ def _share_parameters(one: torch.optim.Optimizer, other: torch.optim.Optimizer) 
 
 
 def _found_in(state: Any, *kinds: type) -> Iterator[Any]:
-    """Yield what of these kinds is in mappings, lists and tuples: of tensors also those of modules."""
+    """Yield the items of these kinds in mappings, lists and tuples, and the tensors of modules."""
     if isinstance(state, kinds):
         yield state
     elif torch.Tensor in kinds and isinstance(state, (torch.nn.Module, Mapping)) and hasattr(state, "parameters"):

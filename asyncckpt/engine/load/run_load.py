@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from asyncckpt.commit.chain import mark_verified, read_chain
-from asyncckpt.commit.discover import committed_steps, look_again, newest_step
+from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.root import CheckpointRoot, ReadRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
+from asyncckpt.engine.load.fallback import does_not_fit, older_step
 from asyncckpt.engine.load.load_object import PlainPart, load_object, plain_parts
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState, shared_again
@@ -120,7 +121,7 @@ def run_load(
     def look() -> OpenStep:
         nonlocal step
         if passed_over:
-            step = _older(root, passed_over)
+            step = older_step(root, passed_over)
         elif request.step is None:
             step = newest_step(root)
         else:
@@ -139,21 +140,15 @@ def run_load(
             if step is None or step in passed_over or not request.fallback:
                 raise
             passed_over[step] = error
+        except IncompatibleError as error:
+            if passed_over and step is not None:
+                raise does_not_fit(min(passed_over), step, error) from error
+            raise
         except (MemoryError, RuntimeError, ValueError) as error:
             raise_lack_of_memory(error, f"a load from {str(root.path)!r}")
             raise
         else:
             return replace(report, fallback_from=tuple(passed_over), seconds=time.perf_counter() - begun)
-
-
-def _older(root: ReadRoot, passed_over: Mapping[int, Exception]) -> int:
-    """Return the step to try next. CorruptError when none is left."""
-    last = min(passed_over)
-    older = [step for step in committed_steps(root) if step < last]
-    if not older:
-        what = f"no checkpoint in {str(root.path)!r} is sound"
-        raise CorruptError(what, found=list(passed_over)) from passed_over[last]
-    return older[-1]
 
 
 def open_step(root: ReadRoot, request: LoadRequest, step: int) -> OpenStep:

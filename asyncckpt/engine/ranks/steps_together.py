@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from asyncckpt.coordination.messages import cause_of
+from asyncckpt.coordination.messages import bounded, cause_of
 from asyncckpt.engine.process.termination import Termination
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import CheckpointError, ConflictError, DeadlineError, PeerError
@@ -104,19 +104,28 @@ class StepsTogether:
 
     def all_done(self, work: Callable[[], T]) -> T:
         """Do this rank's part and return when all ranks have done theirs; PeerError when another one has failed."""
-        ranks, result = self._ranks, work()
+        return cast("T", self.all_tried(work, ())[0])
+
+    def all_tried(self, work: Callable[[], T], caught: type[CheckpointError] | tuple[()]) -> tuple[T | None, str]:
+        """Do this rank's part, as above; return what it returns, and which error was caught on any rank, as text."""
+        ranks, result, why = self._ranks, None, ""
+        try:
+            result = work()
+        except caught as error:
+            why = bounded(error.what)
         if ranks is None:
-            return result
+            return result, why
         name = f"{self._words_count}/done"
         if ranks.is_coordinator:
             for rank in range(1, ranks.ranks_count):
-                self._get(ranks, f"{name}/{rank}", rank)
-            self._say(ranks, None)
+                text = self._get(ranks, f"{name}/{rank}", rank).optional_text("why")
+                why = why or (f"rank {rank}: {text}" if text else "")
+            self._say(ranks, why)
         else:
             self._say_if_asked(ranks)
-            self._put(ranks, f"{name}/{ranks.rank}", {})
-            self._hear(ranks)
-        return result
+            self._put(ranks, f"{name}/{ranks.rank}", {"why": why} if why else {})
+            why = str(self._hear(ranks))
+        return result, why
 
     def _say(self, ranks: Ranks, decision: Json) -> Json:
         self._check_failed(ranks)
