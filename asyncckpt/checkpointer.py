@@ -242,6 +242,11 @@ class Checkpointer:
             self._last_step = step - 1  # The step may still be noted.
         return self._periodic.save_now(step, metadata=metadata)
 
+    def compact(self, step: int | None = None) -> SaveFuture:
+        """Fold the chain of a delta (default: the newest step) into a full checkpoint of it: see Saver.compact."""
+        self._check_open()
+        return self._saver.compact(step)
+
     def statistics(self) -> PeriodicStatistics:
         """Return how many saves were begun, skipped or failed."""
         return self._periodic.statistics()

@@ -44,14 +44,19 @@ class DeltaPolicy:
     deltas_max        most deltas after a full checkpoint; a load reads all of them
     bytes_share_max   bytes of these deltas together, as a share of the full one's
     seconds_max       age of the full one; None: no bound
+    compact_after     fold a chain of n deltas into a full checkpoint, in the background: see Saver.compact. The limits
+                      count from that one then. None: chains stay as they are
     """
 
     deltas_max: int = 20
     bytes_share_max: float = 1.0
     seconds_max: float | None = None
+    compact_after: int | None = None
 
     def __post_init__(self) -> None:
         check_int("deltas_max", self.deltas_max, at_least=1)
+        if self.compact_after is not None:
+            check_int("compact_after", self.compact_after, at_least=1)
         for name in ("bytes_share_max", "seconds_max"):
             value = getattr(self, name)
             if value is None and name == "seconds_max":

@@ -365,14 +365,14 @@ class Saver(Closing):
             future.before_done(ended)
 
     def _wait_in_flight(self, timeout: float) -> None:
-        """Wait for saves, and for retention, which goes on when a save has ended."""
+        """Wait for saves, and for what goes on when a save has ended: retention, compactions."""
         if self._pid != os.getpid():
             return
         until = time.monotonic() + timeout
         self._errors.wait(timeout)
-        retention = self._target.memory.retention
-        if retention is not None and not wait_until_done(retention, max(0.0, until - time.monotonic())):
-            raise DeadlineError(f"retention in {self.path!r} did not end within {timeout} s")
+        for what, future in (*self._target.memory.behind.items(),):
+            if not wait_until_done(future, max(0.0, until - time.monotonic())):
+                raise DeadlineError(f"{what} in {self.path!r} did not end within {timeout} s")
 
     def _raise_first(self) -> None:
         """Raise the first error of saves that nobody has asked for; then one of uploads."""
@@ -382,10 +382,9 @@ class Saver(Closing):
 
     def _is_idle(self) -> bool:
         """Return whether `close` would not wait."""
-        retention = self._target.memory.retention
-        is_kept = retention is None or retention.done()
         is_uploaded = self._uploads is None or self._uploads.are_settled()
-        return is_kept and self._errors.are_settled() and is_uploaded
+        are_done = all(future.done() for future in (*self._target.memory.behind.values(),))
+        return are_done and self._errors.are_settled() and is_uploaded
 
     def _check_open(self) -> None:
         if self._closed:

@@ -15,19 +15,22 @@ from dataclasses import replace
 
 import asyncckpt.commit.chain  # noqa: F401  # The first delta imports nothing.
 from asyncckpt.engine.features.chosen_blocks import write_chosen
+from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import ChainLink, Committed, SaveCall, SaveJob, SaveTarget
 from asyncckpt.engine.save.stage import StageChoice
 from asyncckpt.engine.save.state_cut import Cut
-from asyncckpt.errors import ConflictError, UsageError, warn
+from asyncckpt.errors import CheckpointError, ConflictError, SaveCancelledError, UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.model.table import CutVersion, tracks_rows
 from asyncckpt.options import DeltaPolicy
 from asyncckpt.plan.leaf_memory import check_leaves
 from asyncckpt.plan.regions import TableRows, row_bytes_of
 from asyncckpt.plan.save_plan import CutTable
+
+COMPACTION = "a compaction"
 
 
 class Deltas(SaveFeature):
@@ -96,6 +99,31 @@ class Deltas(SaveFeature):
                 table,
                 int(ids[0]),
             )
+        most = None if self._policy is None else self._policy.compact_after
+        if most is not None and job.base is not None and len(job.base.parents) + 1 >= most:
+            self._compact(job)
+
+    def _compact(self, job: SaveJob) -> None:
+        """Begin to compact the step that was just committed, unless an earlier one still is, on rank 0."""
+        from asyncckpt.engine.compact.run_compaction import start_compaction
+
+        target = job.target
+        earlier = target.memory.behind.get(COMPACTION)
+        if target.rank or (earlier is not None and not earlier.done()):
+            return
+        try:
+            compaction = start_compaction(target, job.step)
+        except CheckpointError as error:
+            log_warning("step %d of %s is not compacted: %s", job.step, target.root.path, error)
+            return
+        target.memory.behind[COMPACTION] = compaction._inner
+        compaction.add_done_callback(_log_failed)
+
+
+def _log_failed(compaction: SaveFuture) -> None:
+    error = compaction.exception(0)
+    if error is not None and not isinstance(error, SaveCancelledError):
+        log_warning("step %d of %s is not compacted: %s", compaction.step, compaction.path, error)
 
 
 def as_delta(call: SaveCall, target: SaveTarget) -> SaveCall:

@@ -71,5 +71,5 @@ class Retention(SaveFeature):
 
         started = start_retention(target.commits, self._policy, protected=protected, held=noted())
         if started is not None:
-            target.memory.retention = started
+            target.memory.behind["retention"] = started
             self._behind.append(started)

@@ -101,7 +101,7 @@ class SaverMemory:
     """What a Saver keeps from save to save.
 
     newest       the newest checkpoint that it has committed, the base of the next delta
-    retention    the one that was begun last; None where nothing is removed
+    behind       what goes on behind saves, by what it is: the retention and the compaction that were begun last
     half_loaded  the step that a Checkpointer has begun to fill the state with, until that has succeeded
     is_of_loop   whether it saves for a loop, which goes on as if nothing had failed, and not as it is told
     skipped      how many calls have been skipped since the last save
@@ -111,7 +111,7 @@ class SaverMemory:
     regions: RegionCache = field(default_factory=RegionCache)
     region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
     newest: ChainLink | None = None
-    retention: Future[None] | None = None
+    behind: dict[str, Future[Any]] = field(default_factory=dict)
     half_loaded: int | None = None
     is_of_loop: bool = False
     skipped: int = 0
