@@ -58,6 +58,7 @@ def load(
     path: str | os.PathLike[str],
     step: int | None = None,
     *,
+    only: Collection[str] | None = None,
     tables: bool | Collection[str] = False,
     device: torch.device | str | int | None = None,
     verify: bool | Literal["before"] = True,
@@ -69,6 +70,8 @@ def load(
     tuple. All of it is new memory of the caller. Those that shared memory share memory again (strided as they were):
     tied weights are one tensor.
 
+    only    names of what is read, or what these begin with up to a dot, or patterns: `["model", "optimizer.*.step"]`. A
+            list keeps its length, with None for the rest. None: everything
     tables  names of tables to add, or True for all: under its name, each is a dict of its columns, `id` ([rows], int64)
             first, all in the same order of rows; RuntimeWarning for one of which only some shards are there
     device  where tensors and columns go; None: the CPU
@@ -80,6 +83,9 @@ def load(
     """
     if isinstance(tables, str) or not isinstance(tables, (bool, Collection)):
         raise must_be("tables", "True, False or a list of names", tables)
+    are_names = isinstance(only, Collection) and all(isinstance(name, str) and name for name in only)
+    if only is not None and (isinstance(only, str) or not are_names):
+        raise must_be("only", "a list of names", only)
     check_choice("verify", verify, (True, False, "before"))
     rank, ranks_count = rank_in_group() or (0, 1)
     request = LoadRequest(
@@ -88,7 +94,7 @@ def load(
         threads=READ_THREADS,
         rank=rank,
         ranks_count=ranks_count,
-        whole=WholeRequest(device=_device(device), tables=tables),
+        whole=WholeRequest(device=_device(device), tables=tables, only=only),
     )
     tree = load_now(check_place(path), request, BusyPolicy("wait")).tree
     assert tree is not None

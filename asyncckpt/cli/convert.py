@@ -49,11 +49,13 @@ class Format:
 
 FORMATS = {
     "dcp": Format("a directory of torch.distributed.checkpoint", ("parallel",), ()),
-    "hf": Format("safetensors files as Hugging Face lays them out", ("parallel",), ("shard_size",)),
-    "parquet": Format("tables as Parquet files, one of each", ("column", "parallel"), ()),
-    "recis": Format("a directory of RecIS", ("column", "parallel"), ("column", "parallel", "shards", "optimizer")),
-    "recsdk": Format("the tables that RecSDK saved", ("column", "parallel"), ("column", "shards")),
-    "torch": Format("a file of torch.save", ("parallel",), ()),
+    "hf": Format("safetensors files as Hugging Face lays them out", ("parallel",), ("only", "shard_size")),
+    "parquet": Format("tables as Parquet files, one of each", ("column", "parallel"), ("only",)),
+    "recis": Format(
+        "a directory of RecIS", ("column", "parallel"), ("only", "column", "parallel", "shards", "optimizer")
+    ),
+    "recsdk": Format("the tables that RecSDK saved", ("column", "parallel"), ("only", "column", "shards")),
+    "torch": Format("a file of torch.save", ("parallel",), ("only",)),
 }
 _DESCRIBED = "; ".join(f"{name}: {found.what}" for name, found in FORMATS.items())
 
@@ -78,6 +80,12 @@ def add_commands(commands: Commands) -> None:
         metavar="N",
         type=_positive,
         help="recis: write N shards; default: as many as ranks saved. recsdk: N rank folders; default: ranks merged",
+    )
+    made.add_argument(
+        "--only",
+        metavar="NAME",
+        help="write what is under NAME alone, without NAME in the names: `--only model` writes the state dict of the "
+        "model (not dcp)",
     )
     made.add_argument("--optimizer", metavar="NAME", help="recis: sparse_adam, sparse_adamw or sparse_adamw_tf")
 
@@ -130,7 +138,7 @@ def _run(
     from asyncckpt.formats.conversion import Conversion
 
     options = dict(options)
-    parallel = options.pop("parallel", None)
+    parallel, only = options.pop("parallel", None), options.pop("only", None)
 
     def of(progress: Progress | None = None) -> Conversion:
         return Conversion.of(
@@ -139,6 +147,7 @@ def _run(
             verify=not wanted.no_verify,
             progress=progress,
             rename=_renamed(wanted.rename),
+            only=only,
         )
 
     if wanted.dry_run:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,10 +120,18 @@ class Manifest(SealedHead):
 class Chain:
     """The manifests of one checkpoint, newest first: a full one's alone, or a delta's with those of its bases.
 
-    Blocks are numbered through all of them.
+    Blocks are numbered through all of them. inside, only: what of it is looked at, see plan/chosen_contents.py; None
+    and "": everything.
     """
 
     manifests: tuple[Manifest, ...]
+    inside: str = ""
+    only: Collection[str] | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether some of it is not looked at."""
+        return bool(self.inside) or self.only is not None
 
     @property
     def newest(self) -> Manifest:

@@ -21,7 +21,7 @@ from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.root import open_root
-from asyncckpt.errors import warn
+from asyncckpt.errors import must_be, warn
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import check_step
 from asyncckpt.model.store_url import Place
@@ -37,7 +37,8 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversion:
-    """From where to where, which step (None: the newest, for an import the next), how, and under which names.
+    """From where to where, which step (None: the newest, for an import the next), how, and under which names. only: the
+    name that everything is under that an export writes, without this; "": it writes all of the checkpoint.
 
     The one that is a checkpoint directory of ours may be in an object store.
     """
@@ -49,6 +50,7 @@ class Conversion:
     verify: bool
     progress: Progress
     names: Names = field(default_factory=Names)
+    only: str = ""
 
     @staticmethod
     def of(
@@ -61,15 +63,18 @@ class Conversion:
         verify: bool = True,
         progress: Progress | None = None,
         rename: Mapping[str, str] | None = None,
+        only: str | None = None,
     ) -> Conversion:
         """Check what was given. UsageError."""
         check_choice("durability", durability, DURABILITIES)
         check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX, optional=True)
         check_type("verify", verify, bool)
+        if only == "":
+            raise must_be("only", "the name of something in the checkpoint", only)
         options = SaveOptions(durability=durability)
         options = options if parallel is None else replace(options, parallel=parallel)
         places = check_place(source), check_place(target), check_step(step)
-        return Conversion(*places, options, verify, progress or Progress(), Names.of(rename))
+        return Conversion(*places, options, verify, progress or Progress(), Names.of(rename), only or "")
 
     @property
     def foreign(self) -> Path:
@@ -80,6 +85,10 @@ class Conversion:
     def exported(self) -> Path:
         """The target of an export, which is of another library, and so on a disk. UsageError for a URL."""
         return check_path(str(self.target))
+
+    def part_of(self, chain: Chain) -> Chain:
+        """Return what of a checkpoint is exported, under its new names."""
+        return replace(self.names.chain(chain), inside=self.only)
 
     def expect(self, bytes: int) -> None:
         """Say how many bytes are going to be written; as many are read back."""

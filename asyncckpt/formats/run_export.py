@@ -27,7 +27,7 @@ def plan_export(asked: Conversion, plan_of: Callable[[Chain], Plan]) -> tuple[Pl
     """Return what would be exported, and its identity. Raises what an export would before it reads data."""
     check_is_free(asked.exported)
     chain = chain_to_export(asked.source, asked.step)
-    return plan_of(asked.names.chain(chain)), identity_of_export(asked, chain, plan_of)
+    return plan_of(asked.part_of(chain)), identity_of_export(asked, chain, plan_of)
 
 
 def identity_of_export(asked: Conversion, chain: Chain, plan_of: Callable[[Chain], Plan]) -> str:
@@ -35,7 +35,7 @@ def identity_of_export(asked: Conversion, chain: Chain, plan_of: Callable[[Chain
     data, names and options."""
     options = plan_of.keywords if isinstance(plan_of, partial) else {}
     digests = [manifest.digest for manifest in chain.manifests]
-    return asked.identity(digests, repr(sorted(options.items())))
+    return asked.identity(digests, repr((asked.only, sorted(options.items()))))
 
 
 @uninterrupted
@@ -51,7 +51,7 @@ def run_export(
 
         def look() -> tuple[int, Plan, ChainReader, str]:
             chain = read_chain(root, newest_step(root) if asked.step is None else asked.step)
-            plan = plan_of(asked.names.chain(chain))
+            plan = plan_of(asked.part_of(chain))
             reader = ChainReader(root.data, chain, threads=1, verify=True, progress=Progress())
             return chain.step, plan, reader, identity_of_export(asked, chain, plan_of)
 

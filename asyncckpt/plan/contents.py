@@ -110,15 +110,15 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
         parts = (parts[rank],)
     tree = joined_tree([part.tree for part in parts])
     leaf_paths = tuple(tensor_paths(tree))
-    found = joined_values(parts)
+    all_values = joined_values(parts)
     values = {}
     for path, node in leaves(tree):
         if node is VALUE:
-            of_rank, value = found[path]
+            of_rank, value = all_values[path]
             shown = f" of rank {of_rank}" if newest.head.ranks_count > 1 else ""
             values[path] = decode_value(value, owner=f"value {path_name(path)!r}{shown} of step {newest.step}")
     dense, unreadable = stored_dense(newest)
-    return Contents(
+    found = Contents(
         dense=dense,
         tables=stored_tables(chain) if any(part.tables for part in newest.parts) else {},
         values=values,
@@ -129,6 +129,11 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
         shared=tuple(_shared(parts)),
         classes=_classes(parts),
     )
+    if not chain.is_part:
+        return found
+    from asyncckpt.plan.chosen_contents import chosen, inside  # Of few loads and exports.
+
+    return chosen(found, chain.only) if chain.only is not None else inside(found, chain.inside)
 
 
 def stored_dense(newest: Manifest) -> tuple[dict[str, StoredDense], dict[str, str]]:

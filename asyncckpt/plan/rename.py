@@ -131,7 +131,7 @@ class Names:
             return chain
         found = [replace(manifest, parts=self._parts(manifest.parts)) for manifest in chain.manifests]
         self.check_used({block.placed.spec.table or block.placed.spec.name for block in chain.blocks})
-        return Chain(tuple(found))
+        return replace(chain, manifests=tuple(found))
 
     def _parts(self, parts: Sequence[RankPart]) -> tuple[RankPart, ...]:
         found = tuple(self._part(part) for part in parts)

@@ -164,6 +164,8 @@ def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progre
 
         names, state = request.rename, request.state
         changes, chain = Changes.apply(names, request.resize, chain, request.strict, request.tables, state)
+    if request.whole is not None:
+        chain = replace(chain, inside=request.whole.inside, only=request.whole.only)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     whole = None if request.whole is None else WholeState(chain, contents, request.whole)
     tables = request.tables if whole is None else whole.tables
@@ -223,7 +225,7 @@ def load_open(
         if plan.tables and not request.merge:
             empty_companions(plan.tables, plan)
         bytes_read = reader.bytes_read - bytes_before
-        is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
+        is_verified = not chain.is_part and not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
     half_filled.forget(request.state, request.tables)
     if is_verified:

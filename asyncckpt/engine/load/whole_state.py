@@ -53,12 +53,14 @@ from asyncckpt.plan.stored_tables import StoredTable
 class WholeRequest:
     """device: where tensors are made; arrays stay on the host. tables: names of those to load, True: all of them.
 
-    empty: makes those on the host, of a shape and dtype; None: torch does.
+    empty: makes those on the host, of a shape and dtype; None: torch does. only, inside: see Chain.
     """
 
     device: torch.device | str = "cpu"
     tables: Collection[str] | bool = False
     empty: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None
+    only: Collection[str] | None = None
+    inside: str = ""
 
 
 class WholeState:
@@ -112,7 +114,8 @@ class WholeState:
 
         state: dict[str, Any] = rebuild(self._node, filled, iter(self._values), compose)
         state |= dict(zip(self._renamed, filled, strict=True))
-        return state | {name: table.columns() for name, table in self.tables.items()}
+        state |= {name: table.columns() for name, table in self.tables.items()}  # In place: it may have `_metadata`.
+        return state
 
 
 class TableColumns:

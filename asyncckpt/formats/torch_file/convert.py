@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncckpt.formats.commit_import import check_step_is_free
 from asyncckpt.formats.conversion import Conversion, ExportReport, Facts
 from asyncckpt.formats.run_export import plan_export as plan_export_of
-from asyncckpt.formats.torch_file.export_checkpoint import ExportPlan, export
+from asyncckpt.formats.torch_file.export_checkpoint import ExportPlan, check_names, export
 from asyncckpt.formats.torch_file.import_checkpoint import FoundState, run_import
 
 
@@ -27,6 +27,7 @@ def import_with(asked: Conversion) -> Facts:
 
 
 def plan_export(asked: Conversion) -> Facts:
+    check_names(asked)
     return _facts(asked, plan_export_of(asked, ExportPlan.of)[0].report(asked.exported))
 
 

@@ -30,7 +30,7 @@ from asyncckpt.engine.load.run_load import LoadRequest, load_open, open_step
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.errors import CorruptError, UnsupportedError
+from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import kinds_in, path_name
@@ -143,17 +143,24 @@ def export(asked: Conversion) -> ExportReport:
     return replace(plan.report(file), bytes_written=size, seconds=time.perf_counter() - begun)
 
 
+def check_names(asked: Conversion) -> None:
+    """Raise UsageError for new names in a part: these are given when all is loaded."""
+    if asked.only and asked.names.new:
+        raise UsageError("a file of torch.save is written of a part, or under new names", hint="leave out one of both")
+
+
 def _load(asked: Conversion, memory: FileMemory) -> tuple[ExportPlan, Any]:
     """Load what is to be written; refuse it, if it cannot be, before a byte of data is read."""
     path, step = asked.source, asked.step
-    request = LoadRequest(threads=READ_THREADS, whole=WholeRequest(empty=memory.empty))
+    check_names(asked)
+    request = LoadRequest(threads=READ_THREADS, whole=WholeRequest(empty=memory.empty, inside=asked.only))
     with (
         save_lock.held("load", path, step, busy=BusyPolicy("wait")),
         open_root(path) as root,
     ):
         opened = look_again(root, lambda: open_step(root, request, newest_step(root) if step is None else step))
         with opened.reader:
-            plan = ExportPlan.of(asked.names.chain(opened.chain))
+            plan = ExportPlan.of(asked.part_of(opened.chain))
             size = plan.report(asked.exported).bytes_written
             asked.progress.bytes_expected = size * (3 if asked.verify else 2)  # It is read from here, too.
             tree = load_open(root, request, opened).tree
