@@ -31,10 +31,10 @@ from asyncckpt.format.head import FileFacts
 from asyncckpt.model.source import ByteSource, DeviceRows, RestartingSource, one_behind_the_other
 from asyncckpt.model.table import DeferredCut
 from asyncckpt.native import DIGEST_BYTES, I64, U8, core, row_begins
-from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.deferred_tables import DeferredTables, Window
 from asyncckpt.plan.image import FilePlan, ImagePlan
 from asyncckpt.shard.files import ShardFiles, ShardTarget
+from asyncckpt.staging.chunks import Chunks
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def stream_sources(
     sources: Sequence[ByteSource],
     target: ShardTarget,
     *,
-    buffers: Sequence[int],
+    buffers: Chunks,
     writer: Executor,
 ) -> tuple[tuple[FileFacts, ...], U8]:
     """Write every file; `sources` and the returned digests (native.row_begins) are in the plan's block order."""
@@ -98,11 +98,11 @@ def stream_sources(
     def chunks_of(number: int, header: bytes) -> Iterator[Chunk]:
         file = plan.files[number]
         stream = _FileStream(plan, file, header, sources, digests, target)
-        for begin in range(0, file.bytes, CHUNK_BYTES):
-            end = min(begin + CHUNK_BYTES, file.bytes)
+        for begin in range(0, file.bytes, buffers.bytes):
+            end = min(begin + buffers.bytes, file.bytes)
             yield Chunk(begin, end - begin, partial(stream.fill, begin, end), is_written=end <= stream.reused_bytes)
 
-    return write_chunks(plan.files, chunks_of, target, buffers=buffers, writer=writer), digests.rows
+    return write_chunks(plan.files, chunks_of, target, buffers=buffers.addresses, writer=writer), digests.rows
 
 
 class _Digests:

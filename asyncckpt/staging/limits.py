@@ -29,12 +29,29 @@ _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 _V2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
-def default_limit_bytes(held_bytes: int) -> int:
-    """Return the bytes that all arenas together may take now."""
+def spare_bytes(held_bytes: int = 0) -> int:
+    """Return the bytes that this process may take now, with those that it holds for this already.
+
+    A step of training needs memory again that it has given back: as much as the process has had at its peak.
+    """
     available = psutil.virtual_memory().available
     cgroup = cgroup_free_bytes()
     free = available if cgroup is None else min(available, cgroup)
-    return int((free + held_bytes) * DEFAULT_SHARE)
+    return max(0, free + held_bytes - _given_back_bytes())
+
+
+def default_limit_bytes(held_bytes: int) -> int:
+    """Return the bytes that all arenas together may take now."""
+    return int(spare_bytes(held_bytes) * DEFAULT_SHARE)
+
+
+def _given_back_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Return how much less memory this process has now than at its peak; 0 where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = (line.split(":", 1) for line in status.read_text().splitlines() if line.startswith("Vm"))
+        kib = {name: int(size.split()[0]) for name, size in lines}
+        return (kib["VmHWM"] - kib["VmRSS"]) << 10
+    return 0
 
 
 def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:

@@ -19,8 +19,7 @@ from asyncckpt.format.head import FileFacts
 from asyncckpt.format.manifest import Chain
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import I64, U8, Progress, core, paged
-from asyncckpt.options import CHUNK_BYTES
+from asyncckpt.native import I64, U8, Progress, core
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.plan.image import ImagePlan, plan_image
 from asyncckpt.shard.files import ShardTarget
@@ -28,6 +27,8 @@ from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.signals import STEP_S
+from asyncckpt.staging.chunks import Chunks, chunk_bytes
+from asyncckpt.staging.limits import spare_bytes
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ def write_apart(
     image: ImagePlan, sources: Sequence[ByteSource], target: ShardTarget
 ) -> tuple[tuple[FileFacts, ...], U8]:
     """Write the files of an image through buffers of its own: those of saves are held by a save while it lasts."""
-    size = min(CHUNK_BYTES, max(paged(file.bytes) for file in image.files))
+    size = chunk_bytes(max(file.bytes for file in image.files), spare=spare_bytes())
     memory = core.map_memory(2 * size)
     try:
-        buffers = (memory.address, memory.address + size)
+        buffers = Chunks((memory.address, memory.address + size), size)
         return stream_sources(image, sources, target, buffers=buffers, writer=IdleEndingThreads("asyncckpt-copy", 1))
     finally:
         memory.close()

@@ -110,5 +110,5 @@ def _export(job: SaveJob, target: ShardTarget, other_bytes: int) -> Exported:
     if not deferred.tables:
         return NOTHING_EXPORTED
     cuts = [cast("DeferredCut", job.cut.tables[item.table].cut) for item in deferred.tables]
-    with chunk_buffers.borrow(CHUNK_BYTES) as buffers:
-        return chunks.export_tables(deferred, cuts, target, buffers=buffers, writer=writers)
+    with chunk_buffers.borrow(CHUNK_BYTES, least=CHUNK_BYTES) as buffers:
+        return chunks.export_tables(deferred, cuts, target, buffers=buffers.addresses, writer=writers)

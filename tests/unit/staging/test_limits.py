@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncckpt.staging import limits
+from asyncckpt.staging.chunks import ChunkBuffers, chunk_bytes
 from asyncckpt.staging.limits import cgroup_free_bytes
 
 pytestmark = pytest.mark.any_core
@@ -69,3 +71,39 @@ def test_more_than_the_limit_is_used(tmp_path: Path) -> None:
     assert free(tmp_path, "0::/pod\n") == 100
     cgroup(tmp_path / "pod", memory__max=500, memory__current=800, memory__stat="inactive_file 100")
     assert free(tmp_path, "0::/pod\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("Name:\tpython\nVmHWM:\t  900 kB\nVmRSS:\t  600 kB\n", 300 << 10),
+        ("VmHWM:\t  900 kB\n", 0),
+        ("VmHWM:\tmuch\nVmRSS:\t  600 kB\n", 0),
+    ],
+)
+def test_what_the_process_has_given_back_is_not_to_spare(tmp_path: Path, status: str, expected: int) -> None:
+    (tmp_path / "status").write_text(status)
+    assert limits._given_back_bytes(tmp_path / "status") == expected
+    assert limits._given_back_bytes(tmp_path / "nothing") == 0
+
+
+@pytest.mark.parametrize(
+    ("spare", "files", "expected"),
+    [(1 << 40, 1 << 40, 64), (100 << 20, 1 << 40, 25), (0, 1 << 40, 1), (1 << 40, 5 << 20, 5), (1 << 40, 0, 1)],
+)
+def test_chunk_buffers_follow_what_is_to_spare(spare: int, files: int, expected: int) -> None:
+    assert chunk_bytes(files, spare=spare) == expected << 20
+
+
+def test_chunk_buffers_are_given_back_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = ChunkBuffers()
+    monkeypatch.setattr("asyncckpt.staging.chunks.spare_bytes", lambda held: 40 << 20)
+    with buffers.borrow(1 << 30) as chunks:
+        assert chunks.bytes == 10 << 20
+        assert chunks.addresses[1] - chunks.addresses[0] == chunks.bytes
+    assert buffers._memory is None
+    monkeypatch.setattr("asyncckpt.staging.chunks.spare_bytes", lambda held: 1 << 40)
+    for _ in range(2):
+        with buffers.borrow(1 << 30) as chunks:
+            assert chunks.bytes == 64 << 20
+        assert buffers._memory is not None

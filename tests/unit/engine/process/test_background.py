@@ -102,7 +102,7 @@ def test_workers_that_all_write_through_the_chunk_buffers_end(tasks_count: int) 
         if index < all_here.parties:
             all_here.wait(DEADLINE_S)
         with chunk_buffers.borrow(CHUNK_BYTES) as buffers:
-            for address in buffers:
+            for address in buffers.addresses:
                 writers.submit(wrote.append, address).result(DEADLINE_S)
 
     for future in [workers.submit(task, index) for index in range(tasks_count)]:
