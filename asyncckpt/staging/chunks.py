@@ -50,7 +50,7 @@ class ChunkBuffers:
             spare = spare_bytes(self._touched)
             size = chunk_bytes(bytes, spare=spare, least=least)
             wanted = CHUNKS_COUNT * size
-            if self._memory is None:
+            if self._memory is None or wanted > self._memory.bytes:
                 self._memory, self._touched = core.map_memory(CHUNKS_COUNT * CHUNK_BYTES), 0
             try:
                 if wanted > self._touched:

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import asyncckpt
 from asyncckpt.dcp import StorageReader, convert, export_checkpoint, import_checkpoint
 from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
-from asyncckpt.shard import stream
 from tests.dcp.model import differences, image_of, make, train
 from tests.dcp.test_one_process import blank, rich_state
 from tests.worlds.objects import Evil
@@ -99,7 +98,7 @@ def test_chunks_of_a_spread_tensor_come_in_as_boxes(tmp_path: Path, monkeypatch:
     with pytest.raises(asyncckpt.CorruptError, match="is incomplete"):
         import_checkpoint(tmp_path / "dcp", tmp_path / "ckpt")
     (tmp_path / "dcp" / ".metadata").write_bytes(raw)
-    monkeypatch.setattr(stream, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr("asyncckpt.staging.chunks.CHUNK_BYTES", 4096)
     import_checkpoint(tmp_path / "dcp", tmp_path / "ckpt")
     found = {"w": torch.zeros(7, 5)}
     dcp.load(found, storage_reader=StorageReader(tmp_path / "ckpt"))

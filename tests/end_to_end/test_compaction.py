@@ -314,8 +314,7 @@ def test_large_blocks_go_through_windows_and_chunks(
         for step in STEPS:
             run.save(step)
     monkeypatch.setattr(asyncckpt.shard.stored_rows, "WINDOW_BYTES", 1000 * parts)
-    for module in ("asyncckpt.shard.stream", "asyncckpt.engine.compact.copy_blocks"):
-        monkeypatch.setattr(f"{module}.CHUNK_BYTES", 4096 * parts)
+    monkeypatch.setattr("asyncckpt.staging.chunks.CHUNK_BYTES", 4096 * parts)
     asyncckpt.compact(tmp_path)
     keep_only(tmp_path, 4)
     assert load_image(tmp_path) == run.images[4]

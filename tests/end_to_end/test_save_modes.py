@@ -61,8 +61,7 @@ def test_blocking_save(tmp_path: Path) -> None:
 
 def test_blocking_save_streams_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are cut at every place: a chunk is far smaller than a block, and no multiple of a row."""
-    for module in ("asyncckpt.shard.stream", "asyncckpt.staging.chunks"):
-        monkeypatch.setattr(f"{module}.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("asyncckpt.staging.chunks.CHUNK_BYTES", 4096)
     monkeypatch.setattr("asyncckpt.plan.image.FILE_TARGET_BYTES", 20_000)
     state = State.filled(5)
     with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:

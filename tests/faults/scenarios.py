@@ -22,7 +22,8 @@ from asyncckpt.native import DrainOptions
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan import deferred_tables, image
-from asyncckpt.shard import files, stream
+from asyncckpt.shard import files
+from asyncckpt.staging import chunks
 from asyncckpt.storage import directory
 
 CHECKPOINT = "checkpoint"  # Its parent is watched too, for making the directory is part of the first save.
@@ -192,7 +193,7 @@ def make_saves_small() -> None:
 
     for module, name, small in (
         (image, "FILE_TARGET_BYTES", FILE_BYTES),
-        (stream, "CHUNK_BYTES", WRITE_BYTES),
+        (chunks, "CHUNK_BYTES", WRITE_BYTES),
         (deferred_tables, "CHUNK_BYTES", WRITE_BYTES),
         (files, "drain_options", in_small_writes),
     ):

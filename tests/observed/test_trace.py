@@ -52,7 +52,7 @@ def test_a_trace_of_queued_saves_is_well_formed(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_a_streamed_save_shows_its_two_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncckpt.shard.stream.CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("asyncckpt.staging.chunks.CHUNK_BYTES", 1 << 16)
     saver = asyncckpt.Saver(
         path=tmp_path / "run",
         tensors={"w": torch.ones(1 << 17)},
