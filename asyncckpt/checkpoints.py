@@ -131,6 +131,7 @@ class CheckpointSummary:
     blocks_count   of all ranks, without padding
     ranks_count    how many ranks saved it together
     pinned         whether retention must keep it
+    metadata       the user's
     times          how long the save took; None where that is not known: of imports, of DCP, of earlier versions
     """
 
@@ -149,6 +150,7 @@ class CheckpointSummary:
     ranks_count: int
     digest: str
     pinned: bool
+    metadata: Mapping[str, Any]
     times: SaveTimes | None
 
 
@@ -157,14 +159,12 @@ class CheckpointInfo(CheckpointSummary):
     """One committed checkpoint, from its manifest.
 
     blocks    in manifest order, without padding
-    metadata  the user's
     values    plain values of the state by dotted name; where those of ranks differ, the lower rank's
     ranks     what each rank has written, in their order
     tied      names of tensors without blocks, each with the name of the tensor that is stored for both
     """
 
     blocks: tuple[BlockInfo, ...]
-    metadata: Mapping[str, Any]
     values: Mapping[str, Any]
     ranks: tuple[RankInfo, ...]
     tied: Mapping[str, str]
@@ -257,7 +257,6 @@ def _info(manifest: Manifest, *, pinned: bool) -> CheckpointInfo:
     return CheckpointInfo(
         **vars(short),
         blocks=tuple(blocks),
-        metadata=metadata_of(manifest),
         values=named_values(manifest),
         ranks=tuple(map(_rank_info, manifest.parts, head.files_of_ranks)),
         tied=tied_names(manifest),
@@ -285,6 +284,7 @@ def _summary(
         ranks_count=head.ranks_count,
         digest=sealed.digest,
         pinned=pinned,
+        metadata=metadata_of(sealed),
         times=head.times,
     )
 

@@ -122,18 +122,22 @@ def compare(
 
 
 @uninterrupted
-def find_rows(path: str | os.PathLike[str], table: str, ids: Sequence[int], step: int | None = None) -> FoundRows:
-    """Return rows of a table of a checkpoint (default: the newest) by their ids, int64, without loading the table.
+def find_rows(
+    path: str | os.PathLike[str], table: str, ids: Sequence[int] | None, step: int | None = None, *, most: int = 40
+) -> FoundRows:
+    """Return rows of a table of a checkpoint (default: the newest) by their ids, int64, without loading the table. ids
+    None: those of the `most` lowest ids.
 
     Reads the ids of the table until all are found, then these rows alone; what is read is not checked against digests.
     Raises as compare; NotFoundError also where there is no such table, UsageError for invalid ids.
     """
     import numpy as np
 
+    from asyncckpt.engine.inspect.table_rows import TableRows
     from asyncckpt.engine.inspect.table_rows import find_rows as find
 
     try:
-        wanted = np.array(list(ids), dtype=np.int64)
+        wanted = np.array(list(ids or ()), dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:
         raise UsageError(f"ids are not int64 numbers: {error}") from error
     with _opened(path, step) as opened:
@@ -142,6 +146,8 @@ def find_rows(path: str | os.PathLike[str], table: str, ids: Sequence[int], step
             held = f"which holds {sorted(tables) or 'no tables'}"
             what = f"there is no table {table!r} in step {opened.chain.step} of {os.fspath(path)!r}, {held}"
             raise NotFoundError(what, hint=nearest(table, tables))
+        if ids is None:
+            wanted = np.sort(TableRows(tables[table], opened.chain, opened.reader, opened.values).ids)[:most]
         return find(tables[table], opened.values, wanted)
 
 

@@ -30,7 +30,7 @@ def print_list(path: Path, findings: Sequence[Finding[CheckpointSummary]]) -> No
 
 def print_info(path: Path, info: CheckpointInfo) -> None:
     """Print everything that `show` knows, with all blocks."""
-    facts = {"metadata": info.metadata, "values": info.values, "ranks": [asdict(rank) for rank in info.ranks]}
+    facts = {"values": info.values, "ranks": [asdict(rank) for rank in info.ranks]}
     print_answer({"path": str(path), **_summary(info), **facts, "blocks": [asdict(block) for block in info.blocks]})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.checkpoints import list_steps
@@ -18,6 +19,7 @@ from asyncckpt.inspection import Comparison, compare, find_rows
 if TYPE_CHECKING:
     import torch
 
+    from asyncckpt.engine.inspect.compare import TableChange
     from asyncckpt.engine.inspect.table_rows import FoundRows
     from asyncckpt.native import I64
 
@@ -36,16 +38,18 @@ def add_commands(commands: Commands) -> None:
     made.add_argument("first", metavar="A", type=natural, nargs="?", help="a step; default: the second newest")
     made.add_argument("second", metavar="B", type=natural, nargs="?", help="another step; default: the newest")
     made.add_argument("--with", dest="other", metavar="DIR2", type=place, help="take B from this directory")
+    made.add_argument("--top", metavar="N", type=natural, help="print the N rows of each table that changed most")
     add_most(made, "lines of a kind, and ids (default 40)")
     add_json(made)
     made = commands.add(
         "cat",
         cat,
         "print rows of a table by their ids",
-        "Reads the ids of the table, and only these rows of its columns.",
+        "Reads the ids of the table, and only these rows of its columns. Without ids, prints the first rows.",
     )
     made.add_argument("table", metavar="TABLE", help="the name of a table, as `show` prints it")
-    made.add_argument("ids", metavar="ID", type=_id, nargs="+", help="an int64 id")
+    made.add_argument("ids", metavar="ID", type=_id, nargs="*", help="an int64 id; default: the lowest ids there")
+    add_most(made, "rows, where no ids are given (default 40)")
     made.add_argument("--step", metavar="STEP", type=natural, help="which checkpoint; default: the newest")
     add_json(made)
 
@@ -57,6 +61,7 @@ def diff(wanted: Namespace) -> ExitCode:
         as_json.print_answer(_diff_answer(found, wanted))
     else:
         _print_diff(found, count_max=wanted.most)
+        _print_top(found, wanted.top or 0)
     return ExitCode.OK if found.is_same else ExitCode.DIFFERENT
 
 
@@ -78,7 +83,8 @@ def _compared(wanted: Namespace) -> Comparison:
 
 def cat(wanted: Namespace) -> ExitCode:
     with said("looking for rows"):
-        found = asked(lambda: find_rows(wanted.path, wanted.table, wanted.ids, wanted.step), json=wanted.json)
+        find = partial(find_rows, wanted.path, wanted.table, wanted.ids or None, wanted.step, most=wanted.most)
+        found = asked(find, json=wanted.json)
     columns = {name: _numbers(values) for name, values in found.columns.items()}
     if wanted.json:
         rows = [
@@ -168,6 +174,17 @@ def _print_diff(found: Comparison, *, count_max: int) -> None:
         _print_part([what, "was", "is"], rows, count_max, right=())
 
 
+def _top(table: TableChange, count: int) -> list[tuple[int, float]]:
+    """Return the ids of the rows that changed most, the most first, and by how much."""
+    order = (-table.max_abs).argsort(kind="stable")[:count]
+    return list(zip(table.changed[order].tolist(), table.max_abs[order].tolist(), strict=True))
+
+
+def _print_top(found: Comparison, count: int) -> None:
+    rows = [[name, str(id), _shown(by)] for name, table in found.tables.items() for id, by in _top(table, count)]
+    _print_part(["changed most in", "id", "max abs"], rows, len(rows))
+
+
 def _print_part(
     heads: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -204,6 +221,7 @@ def _diff_answer(found: Comparison, wanted: Namespace) -> dict[str, Any]:
             "rows_before": table.rows_before,
             "rows_after": table.rows_after,
             **{what: _ids_answer(some, wanted.most) for what, some in ids.items()},
+            "top": [{"id": id, "max_abs": by} for id, by in _top(table, wanted.top or 0)],
             "columns": {column: vars(change) for column, change in table.columns.items()},
         }
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncckpt.checkpoints import CheckpointSummary, VerifyReport, describe, list_steps, summaries
 from asyncckpt.checkpoints import verify as verify_step
 from asyncckpt.cli import as_json, screen
-from asyncckpt.cli.answers import Answer, Commands, add_json, add_most, add_step, asked, said
+from asyncckpt.cli.answers import Answer, Commands, add_json, add_most, add_step, asked, natural, said
 from asyncckpt.cli.findings import ExitCode, Finding, worst_code
 from asyncckpt.cli.print_tree import tree_answer, tree_lines
 from asyncckpt.errors import CheckpointError, NotFoundError
@@ -19,7 +19,12 @@ LOOKS_MAX = 9
 
 
 def add_commands(commands: Commands) -> None:
-    add_json(commands.add("ls", ls, "list the checkpoints of a directory, the newest last", "Reads only manifests."))
+    made = commands.add("ls", ls, "list the checkpoints of a directory, the newest last", "Reads only manifests.")
+    made.add_argument("--metadata", action="store_true", help="show metadata")
+    made.add_argument("--after", metavar="STEP", type=natural, help="list only steps above this one")
+    made.add_argument("--kind", choices=("full", "delta"), help="list only checkpoints of this kind, and damaged ones")
+    add_most(made, "of the newest checkpoints (default 40; --json lists all)")
+    add_json(made)
     more = "Prints tables, plain values, tensors, metadata and files. Reads only the manifest."
     made = commands.add("show", show, "show what one checkpoint holds", more)
     add_step(made)
@@ -38,8 +43,15 @@ def add_commands(commands: Commands) -> None:
 
 def ls(wanted: Namespace) -> ExitCode:
     found = asked(lambda: summaries(wanted.path), json=wanted.json)
-    findings = [_finding(step, answer) for step, answer in found.items()]
-    (as_json if wanted.json else screen).print_list(wanted.path, findings)
+    findings = [
+        _finding(step, answer)
+        for step, answer in found.items()
+        if (wanted.after is None or step > wanted.after) and wanted.kind in (None, getattr(answer, "kind", wanted.kind))
+    ]
+    if wanted.json:
+        as_json.print_list(wanted.path, findings)
+    else:
+        screen.print_list(wanted.path, findings, has_metadata=wanted.metadata, count_max=wanted.most)
     return worst_code(findings)
 
 

@@ -21,15 +21,33 @@ RANKS_SHOWN_MAX = 64
 _NUMBERS = frozenset({"step", "base", "size", "files", "table rows", "rows", "removed", "tensors", "blocks", "read"})
 
 
-def print_list(path: Path, findings: Sequence[Finding[CheckpointSummary]]) -> None:
-    """Print a line per checkpoint; damaged ones are marked, with the reason below."""
+def print_list(
+    path: Path, findings: Sequence[Finding[CheckpointSummary]], *, has_metadata: bool, count_max: int
+) -> None:
+    """Print a line for each of the newest checkpoints; damaged ones are marked, with the reason below."""
     if not findings:
         print(f"no checkpoints in {safe(str(path))}")
         return
+    if len(findings) > count_max:
+        print(f"and {len(findings) - count_max:,} older ones (--most, --json)")
+    findings = findings[max(0, len(findings) - count_max) :]
     # Leave out columns that only deltas fill.
     has_deltas = any(finding.fact is not None and finding.fact.parents for finding in findings)
-    heads = ["step", "created", "kind", "base", "size", "files", "table rows", "removed", "tensors", "state"]
-    heads = [head for head in heads if has_deltas or head not in ("base", "removed")]
+    heads = [
+        "step",
+        "created",
+        "kind",
+        "base",
+        "size",
+        "files",
+        "table rows",
+        "removed",
+        "tensors",
+        "state",
+        "metadata",
+    ]
+    left_out = (*(() if has_deltas else ("base", "removed")), *(() if has_metadata else ("metadata",)))
+    heads = [head for head in heads if head not in left_out]
     rows = []
     for finding in findings:
         cells = {"step": str(finding.step), "state": _state(finding)}
@@ -43,6 +61,7 @@ def print_list(path: Path, findings: Sequence[Finding[CheckpointSummary]]) -> No
                 "table rows": f"{sum(info.tables.values()):,}",
                 "removed": f"{sum(item.removed for item in info.table_infos.values()):,}",
                 "tensors": f"{info.tensors_count:,}",
+                "metadata": ", ".join(f"{safe(str(key))}={shown_value(item)}" for key, item in info.metadata.items()),
             }
         rows.append([cells.get(head, "") for head in heads])
     print_columns(heads, rows, right=_NUMBERS)

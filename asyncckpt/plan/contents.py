@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from asyncckpt.errors import CorruptError
+from asyncckpt.format.head import SealedHead
 from asyncckpt.format.manifest import Chain, Manifest, RankPart
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import (
@@ -271,9 +272,9 @@ def named_values(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def metadata_of(manifest: Manifest) -> dict[str, Any]:
+def metadata_of(sealed: SealedHead) -> dict[str, Any]:
     """Return the user's metadata. CorruptError for what cannot be decoded."""
-    metadata = manifest.head.metadata
+    metadata = sealed.head.metadata
     if type(metadata) is not dict:
-        raise CorruptError(f"metadata of step {manifest.step} is not an object")
+        raise CorruptError(f"metadata of step {sealed.head.step} is not an object")
     return {key: decode_value(value, owner=f"metadata[{key!r}]") for key, value in metadata.items()}

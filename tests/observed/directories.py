@@ -75,6 +75,7 @@ def long_run(
             ranks_count=1,
             digest=f"{rng.getrandbits(128):032x}",
             pinned=number % 400 == 100,
+            metadata={},
             times=None if number < 3 else times,
         )
     return found

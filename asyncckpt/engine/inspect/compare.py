@@ -150,6 +150,8 @@ class TableChange:
 
     rows_before, rows_after  rows of each; None where there is no such table
     added, removed, changed  ids, int64 [n]; changed: of rows in which some column differs
+    max_abs                  of each row of `changed` the largest absolute difference of two numbers, float64 [n]; inf
+                             where a number became nan, or ceased to be it
     columns                  those that differ
     """
 
@@ -158,6 +160,7 @@ class TableChange:
     added: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     removed: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     changed: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    max_abs: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     columns: Mapping[str, ColumnChange] = field(default_factory=dict)
 
     @property
@@ -174,16 +177,17 @@ class TableChange:
 def compare_tables(first: TableRows, second: TableRows) -> TableChange:
     """Compare two tables. CorruptError where one holds an id twice."""
     own, other, is_new = _matched(first.ids, second.ids)
-    changed = np.zeros(len(own), dtype=np.bool_)
+    changed, farthest = np.zeros(len(own), dtype=np.bool_), np.zeros(len(own))
     columns = _other_columns(first, second)
     same_ids = first.digests(ID_COLUMN) == second.digests(ID_COLUMN)
     apart = np.flatnonzero(~_at_same_place(first, second, own, other))
     for name in first.columns:
         if name in columns or name not in second.columns or (same_ids and first.digests(name) == second.digests(name)):
             continue
-        numbers, differs = _compare_column(name, first, second, own[apart], other[apart])
+        numbers, differs, by = _compare_column(name, first, second, own[apart], other[apart])
         if differs.any():
             changed[apart[differs]] = True
+            farthest[apart] = np.maximum(farthest[apart], by)
             form = _column_form(first, name)
             columns[name] = ColumnChange(form, form, int(differs.sum()), numbers.max_abs, numbers.cosine)
     is_old = np.ones(len(first.ids), dtype=np.bool_)
@@ -194,6 +198,7 @@ def compare_tables(first: TableRows, second: TableRows) -> TableChange:
         added=second.ids[is_new],
         removed=first.ids[is_old],
         changed=first.ids[own[changed]],
+        max_abs=farthest[changed],
         columns=columns,
     )
 
@@ -229,21 +234,21 @@ def _at_same_place(first: TableRows, second: TableRows, own: I64, other: I64) ->
 
 def _compare_column(
     name: str, first: TableRows, second: TableRows, own: I64, other: I64
-) -> tuple[NumbersCompared, NDArray[np.bool_]]:
-    """Compare a column in pairs of rows; return which differ, and by how much."""
+) -> tuple[NumbersCompared, NDArray[np.bool_], NDArray[np.float64]]:
+    """Compare a column in pairs of rows; return which differ, and by how much, all together and each."""
     dtype, shape = first.form(name)
     row_bytes = int(np.prod(shape, dtype=np.int64)) * dtype_by_name(dtype, owner=name).itemsize
     step = max(1, min(WINDOW_ROWS_MAX, WINDOW_BYTES // max(1, row_bytes)))
     numbers = NumbersCompared()
-    differs = np.zeros(len(own), dtype=np.bool_)
+    differs, by = np.zeros(len(own), dtype=np.bool_), np.zeros(len(own))
     for begin in range(0, len(own), step):
         a, b = first.read(name, own[begin : begin + step]), second.read(name, other[begin : begin + step])
         apart = (bits_of(a) != bits_of(b)).any(dim=1)
         differs[begin : begin + step] = apart.numpy()
         if apart.any():
             rows = np.flatnonzero(differs[begin : begin + step])
-            numbers.add(taken(a, rows), taken(b, rows))
-    return numbers, differs
+            by[begin + rows] = numbers.add(taken(a, rows), taken(b, rows))
+    return numbers, differs, by
 
 
 def _other_columns(first: TableRows, second: TableRows) -> dict[str, ColumnChange]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,19 +111,24 @@ class NumbersCompared:
         self._max_abs: float | None = 0.0
         self._products = torch.zeros(3, dtype=torch.float64, device="cpu")
 
-    def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Take two arrays of the same shape and dtype into account."""
+    def add(self, first: torch.Tensor, second: torch.Tensor) -> Any:
+        """Take two arrays of the same shape and dtype into account; return the largest absolute difference in each row,
+        float64 [rows], inf for one of nan; 0 where it is not known.
+        """
         if self._max_abs is None or not first.numel():
-            return
+            return 0.0
         try:
             a, b = _float64(first), _float64(second)
         except (RuntimeError, NotImplementedError, TypeError):
             self._max_abs = None
-            return
+            return 0.0
         same = (a == b) | (a.isnan() & b.isnan())
-        farthest = torch.where(same, 0.0, (a - b).abs()).max().item()
+        apart = torch.where(same, 0.0, (a - b).abs())
+        farthest = apart.max().item()
         self._max_abs = max(self._max_abs, farthest) if farthest == farthest else math.nan
         self._products += torch.stack([a @ b, a @ a, b @ b])
+        rows = apart.nan_to_num(nan=math.inf, posinf=math.inf).reshape(len(first) if first.dim() else 1, -1)
+        return rows.amax(dim=1).numpy()
 
     @property
     def max_abs(self) -> float | None:

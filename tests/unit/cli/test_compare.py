@@ -10,6 +10,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.cli.findings import ExitCode
+from asyncckpt.inspection import compare
 from tests.program import invoke
 
 
@@ -108,3 +109,50 @@ def test_cat_of_what_is_no_table_or_id(two: Path) -> None:
     assert "no table 'item'" in result.stderr
     assert invoke("cat", two, "user", 1 << 63).exit_code == ExitCode.USAGE
     assert invoke("cat", two, "user", "five").exit_code == ExitCode.USAGE
+
+
+@pytest.fixture
+def ranked(tmp_path: Path) -> Path:
+    """Rows 0 to 9 change by 0, 1, ... 9 in turn, down or up, row 3 to nan."""
+    table = asyncckpt.HashTable("t", 2)
+    ids = torch.arange(10)
+    table.insert(ids, torch.zeros(10, 2))
+    with asyncckpt.Saver(path=tmp_path / "run", hashtables={"t": table}) as saver:
+        saver.save(1)
+        values = torch.stack([torch.zeros(10), ids * torch.tensor(1.0).copysign(ids - 5.5)], dim=1)
+        values[3] = torch.nan
+        table.insert(ids[1:], values[1:])
+        saver.save(2)
+    return tmp_path / "run"
+
+
+def test_diff_ranks_the_rows_that_changed_most(ranked: Path) -> None:
+    lines = lines_of(invoke("diff", ranked, "--top", 4).stdout)
+    at = lines.index(["changed", "most", "in", "id", "max", "abs"])
+    assert lines[at + 1 : at + 6] == [["t", "3", "inf"], ["t", "9", "9"], ["t", "8", "8"], ["t", "7", "7"]]
+    answer = json.loads(invoke("diff", ranked, "--top", 2, "--json").stdout)
+    assert answer["tables"]["t"]["top"] == [{"id": 3, "max_abs": "inf"}, {"id": 9, "max_abs": 9.0}]
+    assert "changed most" not in invoke("diff", ranked).stdout
+    change = compare(ranked, 1, 2).tables["t"]
+    assert dict(zip(change.changed.tolist(), change.max_abs.tolist(), strict=True))[5] == 5.0
+
+
+def test_cat_without_ids_prints_the_lowest(ranked: Path) -> None:
+    lines = lines_of(invoke("cat", ranked, "t", "--step", 1, "--most", 3).stdout)
+    assert [line[0] for line in lines] == ["id", "0", "1", "2"]
+    rows = json.loads(invoke("cat", ranked, "t", "--json").stdout)["rows"]
+    assert [row["id"] for row in rows] == list(range(10))
+
+
+def test_ls_shows_metadata_and_lists_what_is_asked_for(two: Path) -> None:
+    lines = lines_of(invoke("ls", two, "--metadata").stdout)
+    assert lines[0][-1] == "metadata"
+    assert [line[-1] for line in lines[1:]] == ["loss=0.5", "loss=0.25"]
+    assert [found["metadata"] for found in json.loads(invoke("ls", two, "--json").stdout)["checkpoints"]] == [
+        {"loss": 0.5},
+        {"loss": 0.25},
+    ]
+    assert [line[0] for line in lines_of(invoke("ls", two, "--after", 1).stdout)] == ["step", "2"]
+    assert lines_of(invoke("ls", two, "--most", 1).stdout)[0] == ["and", "1", "older", "ones", "(--most,", "--json)"]
+    assert [line[0] for line in lines_of(invoke("ls", two, "--kind", "full").stdout)] == ["step", "1", "2"]
+    assert "no checkpoints" in invoke("ls", two, "--kind", "delta").stdout
