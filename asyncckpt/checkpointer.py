@@ -140,6 +140,10 @@ class Checkpointer:
         if parent_process() is not None:  # Processes of multiprocessing end without what is registered with atexit.
             Finalize(None, _end_all, exitpriority=0)
 
+    def __repr__(self) -> str:
+        last = "no step yet" if self._last_step is None else f"step {self._last_step}"
+        return f"Checkpointer({self.path!r}, {last}, {'closed' if self._closed else 'open'})"
+
     @property
     def path(self) -> str:
         """The checkpoint directory, absolute."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from asyncckpt.arguments import check_type
@@ -15,6 +16,7 @@ from asyncckpt.commit.removal import collect_garbage as sweep_all
 from asyncckpt.commit.removal import pin_step, unpin_step
 from asyncckpt.commit.retention import remove_steps, retain
 from asyncckpt.commit.root import CheckpointRoot, WriteRoot, open_root
+from asyncckpt.coordination.rendezvous import sweep_sessions
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import CheckpointError, NotFoundError, UsageError, Words, must_be, nearest
@@ -119,7 +121,12 @@ def collect_garbage(path: str | os.PathLike[str]) -> GarbageReport:
     when some stays because a manifest cannot be read that may need it; also NotFoundError, IOFailedError. Nobody sees
     who else writes to a store: there a save that is being made elsewhere fails, and is not acknowledged.
     """
-    return _on_thread(path, lambda root: sweep_all(root, KnownHeads(root), keep_attempts=claims.held), "a removal")
+
+    def work(root: WriteRoot) -> GarbageReport:
+        sessions = sweep_sessions(root.root) if isinstance(root, CheckpointRoot) else 0
+        return replace(sweep_all(root, KnownHeads(root), keep_attempts=claims.held), sessions_count=sessions)
+
+    return _on_thread(path, work, "a removal")
 
 
 def _check_metric(root: WriteRoot, heads: KnownHeads, metric: str) -> None:

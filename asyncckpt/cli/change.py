@@ -128,7 +128,8 @@ def gc(wanted: Namespace) -> ExitCode:
     with said("removing leftovers"):
         report = asked(lambda: checkpoints.collect_garbage(wanted.path), json=wanted.json)
     found = f"{count_of(report.folders_count, 'folder')}, {count_of(report.files_count, 'file')}, {size(report.bytes)}"
-    _tell(wanted, vars(report), f"removed leftovers: {found}")
+    sessions = f", {count_of(report.sessions_count, 'session')} of ranks" if report.sessions_count else ""
+    _tell(wanted, vars(report), f"removed leftovers: {found}{sessions}")
     return ExitCode.OK
 
 

@@ -56,8 +56,8 @@ def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str
     claim to be the same rank.
     """
     until = time.monotonic() + deadline_s
-    with root.child(RANKS_DIR, create=True) as ranks:
-        _sweep(ranks)
+    root.child(RANKS_DIR, create=True).close()
+    sweep_sessions(root)
     tokens = _gather(root, ranks_count=ranks_count, deadline_s=deadline_s, until=until)
     session = new_session_name()
     _sessions.add(session)
@@ -113,16 +113,22 @@ def _opened(root: Directory) -> Iterator[Directory]:
         yield ranks
 
 
-def _sweep(ranks: Directory) -> None:
-    """Remove what earlier jobs have left. What cannot be removed is in nobody's way."""
-    live = set(_sessions)
-    for name in ranks.names():
-        if is_session(name) and name not in live:
-            with contextlib.suppress(CheckpointError, OSError):
-                _remove(ranks, name)
-        elif hello_of(name) is not None:
-            with contextlib.suppress(CheckpointError):
-                ranks.remove_file(name)
+def sweep_sessions(root: Directory) -> int:
+    """Remove what earlier jobs have left; return how many sessions. For whoever holds the lock of the directory `root`.
+
+    What cannot be removed is in nobody's way.
+    """
+    live, count = set(_sessions), 0
+    with contextlib.suppress(NotFoundError), _opened(root) as ranks:
+        for name in ranks.names():
+            if is_session(name) and name not in live:
+                with contextlib.suppress(CheckpointError, OSError):
+                    _remove(ranks, name)
+                    count += 1
+            elif hello_of(name) is not None:
+                with contextlib.suppress(CheckpointError):
+                    ranks.remove_file(name)
+    return count
 
 
 def _remove(ranks: Directory, session: str) -> None:

@@ -85,11 +85,14 @@ class PruneReport:
 
 @dataclass(frozen=True)
 class GarbageReport:
-    """What attempts and crashes had left, and was removed: attempts' folders, and files in them and in manifests/."""
+    """What attempts and crashes had left, and was removed: attempts' folders, and files in them and in manifests/; and
+    sessions of ranks.
+    """
 
     folders_count: int
     files_count: int
     bytes: int
+    sessions_count: int = 0
 
 
 @dataclass(frozen=True)

@@ -388,3 +388,10 @@ def test_runs_that_crash_again_and_again_evict_no_whole_step(tmp_path: Path) -> 
     ):
         ckpt.step(ckpt.restore())
     assert asyncckpt.list_steps(tmp_path) == [20, 28, 29]  # 28 is the newest that was verified, by its load.
+
+
+def test_it_shows_where_it_is_and_how_far(tmp_path: Path) -> None:
+    with asyncckpt.Checkpointer(tmp_path, every=10, x=torch.ones(1)) as ckpt:
+        assert repr(ckpt) == f"Checkpointer('{tmp_path}', no step yet, open)"
+        ckpt.step(3)
+    assert repr(ckpt) == f"Checkpointer('{tmp_path}', step 3, closed)"

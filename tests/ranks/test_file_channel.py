@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -183,13 +184,13 @@ def test_a_token_counts_for_one_session_only(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Directory, "make_folder", note_tokens)
     for channel in reversed(file_channels(2, tmp_path)):
         channel.close()
-    sweep = rendezvous._sweep
+    sweep = rendezvous.sweep_sessions
 
-    def sweep_and_leave(ranks: Directory) -> None:
-        sweep(ranks)
-        (ranks.path / Hello(1, 2, tokens[0]).name).touch()
+    def sweep_and_leave(root: Directory) -> None:
+        sweep(root)
+        (root.path / RANKS_DIR / Hello(1, 2, tokens[0]).name).touch()
 
-    monkeypatch.setattr(rendezvous, "_sweep", sweep_and_leave)
+    monkeypatch.setattr(rendezvous, "sweep_sessions", sweep_and_leave)
     with Directory.open(tmp_path) as root:
         error = fails_with(PeerError, root, rank=0, ranks_count=2)
     assert isinstance(error, PeerError)
@@ -204,6 +205,18 @@ def test_a_swept_session_is_told_as_the_end_of_rank_0(tmp_path: Path) -> None:
             with pytest.raises(PeerError, match="ended its session") as caught:
                 use()
             assert caught.value.rank == 0
+
+
+def test_garbage_of_a_directory_has_sessions_of_killed_jobs_but_those_of_live_ones(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"x": 1}, 0)
+    with channels("file", 2, tmp_path):
+        (live,) = (tmp_path / RANKS_DIR).iterdir()
+        killed = tmp_path / RANKS_DIR / f"s-{uuid.uuid4().hex}"
+        (killed / "put").mkdir(parents=True)
+        (killed / "put" / f"{0:012d}-{0:032x}").write_bytes(bytes(1000))
+        assert asyncckpt.checkpoints.collect_garbage(tmp_path).sessions_count == 1
+        assert list((tmp_path / RANKS_DIR).iterdir()) == [live]
+    assert asyncckpt.checkpoints.collect_garbage(tmp_path).sessions_count == 0
 
 
 # What others may have put there.
