@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, overload
 
 import torch
 
-from asyncckpt.arguments import check_choice
+from asyncckpt.arguments import check_choice, check_type
+from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.discover import look_again, newest_step, read_manifest
+from asyncckpt.commit.root import open_root
 from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.ranks.holdings import check_said
-from asyncckpt.errors import UsageError, must_be
+from asyncckpt.errors import ConflictError, UsageError, must_be
 from asyncckpt.format.names import check_step
+from asyncckpt.format.tree import containers, key_value, leaves, path_name
 from asyncckpt.loader import load_now
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.result import SaveResult
+from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.modules.walk import tables_of
 from asyncckpt.options import BusyPolicy, Durability, RankOptions
+from asyncckpt.plan.contents import contents_of
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state
 from asyncckpt.saver import Saver
@@ -54,6 +60,18 @@ def save(
         return saver.save(step, metadata=metadata)
 
 
+@overload
+def load(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    only: None = None,
+    tables: Literal[False] = False,
+    device: torch.device | str | int | None = None,
+    verify: bool | Literal["before"] = True,
+    lazy: Literal[True],
+) -> LazyState: ...
+@overload
 def load(
     path: str | os.PathLike[str],
     step: int | None = None,
@@ -62,7 +80,18 @@ def load(
     tables: bool | Collection[str] = False,
     device: torch.device | str | int | None = None,
     verify: bool | Literal["before"] = True,
-) -> dict[str, Any]:
+    lazy: Literal[False] = False,
+) -> dict[str, Any]: ...
+def load(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    only: Collection[str] | None = None,
+    tables: bool | Collection[str] = False,
+    device: torch.device | str | int | None = None,
+    verify: bool | Literal["before"] = True,
+    lazy: bool = False,
+) -> dict[str, Any] | LazyState:
     """Return a checkpoint (default: the newest) as the state that was saved: the same tree, keys, types and bits.
 
     Objects come as their state dicts, tensors without grad, contiguous or, where they filled their memory in another
@@ -76,6 +105,7 @@ def load(
             first, all in the same order of rows; RuntimeWarning for one of which only some shards are there
     device  where tensors and columns go; None: the CPU
     verify  see Loader
+    lazy    return a LazyState, which reads each part when it is asked for; without `only` and `tables`
 
     If several ranks saved, tensors and tables are whole; the tree and its plain values are this rank's, if as many
     ranks load as have saved, else of all ranks, the lowest first. Waits while a save or load of this process is in
@@ -87,6 +117,11 @@ def load(
     if only is not None and (isinstance(only, str) or not are_names):
         raise must_be("only", "a list of names", only)
     check_choice("verify", verify, (True, False, "before"))
+    check_type("lazy", lazy, bool)
+    if lazy:
+        if only is not None or tables is not False:
+            raise UsageError("lazy is for the whole checkpoint", hint="leave out only and tables: ask for names")
+        return LazyState(check_place(path), check_step(step), device=device, verify=verify)
     rank, ranks_count = rank_in_group() or (0, 1)
     request = LoadRequest(
         step=check_step(step),
@@ -99,6 +134,55 @@ def load(
     tree = load_now(check_place(path), request, BusyPolicy("wait")).tree
     assert tree is not None
     return tree
+
+
+class LazyState(Mapping[str, Any]):
+    """A checkpoint of which each part is read when it is asked for: `load(path, lazy=True)`.
+
+    The keys are those of the state, and the names of the tables. `state["model"]` reads the model, `state[name]` also
+    what has a dotted name, such as `model.head.weight`, and returns it as `load` does; nothing is kept, so asking twice
+    reads twice. It holds no files and no locks, works in a forked child and on any thread, and needs no close. So pin a
+    step that retention may remove meanwhile: then NotFoundError is raised, and ConflictError if another one was saved
+    in its place. Made by `load` only.
+    """
+
+    def __init__(self, path: Place, step: int | None, **options: Any) -> None:
+        with open_root(path) as root:
+            chain = look_again(root, lambda: read_chain(root, newest_step(root) if step is None else step))
+        contents = contents_of(chain)
+        self.path, self.step = path, chain.step
+        self._digest, self._options = chain.newest.digest, options
+        self._tables = frozenset(contents.tables)
+        self._keys = dict.fromkeys((*map(key_value, contents.tree[1]), *contents.tables))
+        self._paths = {
+            path_name(path): path for path, _ in (*containers(contents.tree), *leaves(contents.tree)) if path
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        path = self._paths.get(name)
+        if path is None and name not in self._tables:
+            raise KeyError(name)
+        with open_root(self.path) as root:
+            if look_again(root, lambda: read_manifest(root, self.step)).digest != self._digest:
+                raise ConflictError(f"step {self.step} of {str(self.path)!r} was saved again since it was opened")
+        if path is None:
+            return load(str(self.path), self.step, only=[], tables=[name], **self._options)[name]
+        found: Any = load(str(self.path), self.step, only=[name], **self._options)
+        for key in path:
+            found = found[key_value(key)]
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._paths or name in self._tables
+
+    def __repr__(self) -> str:
+        return f"LazyState({str(self.path)!r}, step {self.step}, {list(self._keys)})"
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:

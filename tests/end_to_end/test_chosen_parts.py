@@ -160,3 +160,36 @@ def test_an_export_of_one_table_or_tensor(saved: Path, tmp_path: Path) -> None:
     asked = invoke("export", "torch", saved, tmp_path / "no", *new)
     assert (asked.exit_code, "of a part, or under new names" in asked.stderr) == (ExitCode.USAGE, True)
     assert not (tmp_path / "no").exists()
+
+
+def test_a_lazy_state_reads_what_is_asked_for(saved: Path) -> None:
+    whole, lazy = asyncckpt.load(saved, tables=["other"]), asyncckpt.load(saved, lazy=True)
+    assert list(lazy) == [*asyncckpt.load(saved), "net.table", "other"]
+    assert bits(lazy["net"]) == bits(whole["net"])
+    assert lazy["net"]._metadata == whole["net"]._metadata
+    for name, value in named_leaves(asyncckpt.load(saved)).items():
+        found = lazy[name]
+        assert bits(found) == value if isinstance(found, torch.Tensor) else found == value
+    assert bits(lazy["other"]) == bits(whole["other"])
+    assert lazy["list.1"] == lazy["list"][1]
+    assert "net.head.weight" in lazy
+    assert repr(lazy).startswith(f"LazyState('{saved}', step 1, ['net', ")
+    for name in ("nothing", "net.nothing", ""):
+        assert name not in lazy
+        with pytest.raises(KeyError):
+            lazy[name]
+    with pytest.raises(asyncckpt.UsageError, match="lazy is for the whole checkpoint"):
+        asyncckpt.load(saved, only=["net"], lazy=True)  # type: ignore[call-overload]
+
+
+def test_a_lazy_state_is_of_one_step(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"x": torch.ones(3)}, 1)
+    lazy = asyncckpt.load(tmp_path, lazy=True)
+    asyncckpt.save(tmp_path, {"x": torch.zeros(3)}, 2)
+    assert lazy["x"].tolist() == [1.0] * 3
+    asyncckpt.checkpoints.remove(tmp_path, 1)
+    with pytest.raises(asyncckpt.NotFoundError):
+        lazy["x"]
+    asyncckpt.save(tmp_path, {"x": torch.zeros(3)}, 1)
+    with pytest.raises(asyncckpt.ConflictError, match="was saved again"):
+        lazy["x"]
