@@ -82,7 +82,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-oracles test-delays test-lowbit test-torchrec test-integrations test-megatron test-experimental test-cloud \
+.PHONY: error-texts help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-oracles test-delays test-lowbit test-torchrec test-integrations test-megatron test-experimental test-cloud \
 	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -108,6 +108,12 @@ test-cloud: $(READY) ## uploads to, and loads from, a real S3 server on loopback
 test-faults: $(READY) ## what fails, is killed, loses power, is forked or collected; two at once; all limits and numbers of ranks
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
 	ASYNCCKPT_NATIVE=0 ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) -m 'not slow and not any_core' $(TWIN_FAULTS) $(PARALLEL) $(ARGS)
+
+error-texts: $(READY) ## what errors of disks say, each once, to be read: of every file operation of saves and loads
+	@rm -f .error-texts
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=4 ASYNCCKPT_ERROR_TEXTS=$(CURDIR)/.error-texts $(PYTEST) -q tests/faults/test_io_faults.py $(ARGS)
+	@sort .error-texts | uniq -c | sort -rn
+	@rm -f .error-texts
 
 test-interrupts: $(READY) ## Ctrl-C at every place of saves, loads and uses of tables, at many of other calls; and with one protection removed
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=$(EVERY) ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 -m 'slow or not slow' $(INTERRUPTS) $(PARALLEL) $(ARGS)

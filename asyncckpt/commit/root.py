@@ -281,7 +281,8 @@ class FilePublication:
         try:
             yield
         except OSError as error:
-            raise io_failed(f"manifest of step {self._attempt.step} cannot be written", error) from error
+            what = f"manifest of step {self._attempt.step} in {str(self._root.path)!r} cannot be written"
+            raise io_failed(what, error) from error
 
 
 def open_root(place: Place) -> WriteRoot:

@@ -178,7 +178,7 @@ class ShardFiles:
                 failed.append((file.name, error))
         if failed:
             name, first = failed[0]
-            raise io_failed(f"shard file {name!r} cannot be closed", first) from first
+            raise io_failed(f"shard file {str(self._folder.path / name)!r} cannot be closed", first) from first
 
     def __enter__(self) -> list[OpenShard | SentShard]:
         return self._files

@@ -65,7 +65,7 @@ class OpenFiles:
     """
 
     def __init__(self, data: Directory, manifest: Manifest, *, wanted: Collection[int] | None = None) -> None:
-        self._manifest = manifest
+        self._manifest, self._place = manifest, data.path.parent
         self.fds: list[int] = []
         self.direct: list[bool] = []
         try:
@@ -99,7 +99,7 @@ class OpenFiles:
         try:
             size = os.fstat(fd).st_size
         except OSError as error:
-            raise io_failed(f"shard file {file.path!r} cannot be looked at", error) from error
+            raise io_failed(f"shard file {str(data.path.parent / file.path)!r} cannot be looked at", error) from error
         if size != file.bytes:
             raise CorruptError(
                 f"shard file {file.path!r} of step {self._manifest.step} has the wrong size",
@@ -121,7 +121,7 @@ class OpenFiles:
             length = header_length(_read_begin(fd, _SNIFFED_BYTES), file_bytes=file.bytes, owner=owner)
             raw = b"" if length != file.header_bytes else _read_begin(fd, length)
         except OSError as error:
-            raise io_failed(f"{owner} cannot be read", error) from error
+            raise io_failed(f"{owner} in {str(self._place)!r} cannot be read", error) from error
         check_header(raw, file, blocks, self._manifest)
 
 
@@ -197,7 +197,7 @@ class ChainReader:
         progress: Progress,
         wanted: Iterable[int] | None = None,
     ) -> None:
-        self._chain = chain
+        self._chain, self._place = chain, data.path
         self._threads = threads
         self.verify = verify
         self.progress = progress
@@ -260,7 +260,7 @@ class ChainReader:
         except CancelledDrain as error:
             raise SaveCancelledError(f"load of step {step} was cancelled") from error
         except OSError as error:
-            raise io_failed(f"shard files of step {step} cannot be read", error) from error
+            raise io_failed(f"shard files of step {step} in {str(self._place)!r} cannot be read", error) from error
         uninterrupted.look()
         self.bytes_read += int(items[:, 2].sum())
         if digests is not None:

@@ -39,14 +39,16 @@ def io_failed(what: str, error: OSError) -> IOFailedError:
     """Wrap an OSError once, at this door."""
     hints = {
         errno.ENOSPC: "free space there, then save again: a directory needs room for one checkpoint more than `keep`",
-        errno.EDQUOT: "the disk quota is used up",
+        errno.EDQUOT: "free space there (`asyncckpt prune`), or ask for a larger quota",
         errno.EFBIG: "raise the limit of a file's size (ulimit -f), or take a file system that allows larger ones",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
-        errno.EROFS: "the file system is read-only",
+        errno.EROFS: "mount it for writing; a disk that fails is made read-only (dmesg)",
         errno.EACCES: "check owner and permission",
+        errno.EIO: "a disk or a server fails: look at the log of the system (dmesg)",
     }
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return IOFailedError(f"{what}: {reason}", errno=error.errno, hint=hints.get(error.errno or 0))
+    hint = hints.get(error.errno or 0, "try again; if it stays, `asyncckpt doctor DIR` may tell more")
+    return IOFailedError(f"{what}: {reason}", errno=error.errno, hint=hint)
 
 
 @contextlib.contextmanager
@@ -103,9 +105,7 @@ class Directory:
     """
 
     def __init__(self, fd: int, path: Path, *, exact_modes: bool = False) -> None:
-        self.fd = fd
-        self.path = path
-        self.exact_modes = exact_modes
+        self.fd, self.path, self.exact_modes = fd, path, exact_modes
         self.made: dict[str, tuple[int, int]] = {}
 
     @staticmethod

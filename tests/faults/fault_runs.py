@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 import time
 import traceback
@@ -159,8 +160,21 @@ def _check_outcome(
     if fault.error:
         assert isinstance(error, IOFailedError)
         assert error.errno == fault.error, f"{error!r} has errno {error.errno}"
-    assert str(error) == str(error).strip()
+    check_told(error, root)
     return "failed"
+
+
+def check_told(error: CheckpointError, root: Path) -> None:
+    """An error of a disk says where, what was wanted, why it was refused, and what to do."""
+    text = str(error)
+    assert text == text.strip()
+    assert f"{root.parent}" in text, f"no path in {text!r}"
+    if isinstance(error, IOFailedError) and error.errno:
+        assert os.strerror(error.errno) in text, f"no reason in {text!r}"
+        assert error.hint, f"no next step in {text!r}"
+    if page := os.environ.get("ASYNCCKPT_ERROR_TEXTS"):  # `make error-texts` prints them.
+        with open(page, "a", encoding="utf-8") as file:
+            file.write(re.sub(r"-[0-9a-f]{32}", "-ATTEMPT", text.replace(str(root), "DIR")) + "\n")
 
 
 def _must_be_told(operation: DiskOp, fault: DiskFault) -> bool:
@@ -203,6 +217,7 @@ def _disturb_load(root: Path, fault: DiskFault) -> tuple[str, bool]:
     elif fault.error:
         assert isinstance(error, IOFailedError), f"raised {error!r}"
         assert error.errno == fault.error, f"{error!r} has errno {error.errno}"
+        check_told(error, root)
     outcome = LOADED if error is None else type(error).__name__
     step = state.load(root)
     assert state.digest() == expected_digest(step), "a load after a failed one gives something else"

@@ -79,7 +79,7 @@ BUDGET = {
         SPREAD: 552,
         STAGES: 851,
         HEARD: 320,
-        NIGHT: 1203,
+        NIGHT: 1218,
     },
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2, NIGHT: 3},
