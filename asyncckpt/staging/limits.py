@@ -32,12 +32,12 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file")
 def spare_bytes(held_bytes: int = 0) -> int:
     """Return the bytes that this process may take now, with those that it holds for this already.
 
-    A step of training needs memory again that it has given back: as much as the process has had at its peak.
+    A cgroup kills at its limit, and a step of training needs memory again that it has given back: as much as the
+    process has had at its peak.
     """
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available + held_bytes
     cgroup = cgroup_free_bytes()
-    free = available if cgroup is None else min(available, cgroup)
-    return max(0, free + held_bytes - _given_back_bytes())
+    return available if cgroup is None else min(available, max(0, cgroup + held_bytes - _given_back_bytes()))
 
 
 def default_limit_bytes(held_bytes: int) -> int:
