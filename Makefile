@@ -82,7 +82,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: error-texts help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-oracles test-delays test-lowbit test-torchrec test-integrations test-megatron test-experimental test-cloud \
+.PHONY: error-texts test-night help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-oracles test-delays test-lowbit test-torchrec test-integrations test-megatron test-experimental test-cloud \
 	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -108,6 +108,9 @@ test-cloud: $(READY) ## uploads to, and loads from, a real S3 server on loopback
 test-faults: $(READY) ## what fails, is killed, loses power, is forked or collected; two at once; all limits and numbers of ranks
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
 	ASYNCCKPT_NATIVE=0 ASYNCCKPT_EVERY=$(EVERY) $(PYTEST) -m 'not slow and not any_core' $(TWIN_FAULTS) $(PARALLEL) $(ARGS)
+
+test-night: $(READY) ## jobs at night, to each of which something happens
+	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/night tests/limits/test_memory_of_a_cgroup.py $(PARALLEL) $(ARGS)
 
 error-texts: $(READY) ## what errors of disks say, each once, to be read: of every file operation of saves and loads
 	@rm -f .error-texts

@@ -217,7 +217,9 @@ class Checkpointer:
         step = check_step(step, or_none=False)
         self._check_open()
         self._check_ascends(step)
-        self._restores.put_aside(self._last_step)
+        if save is not None:
+            check_type("save", save, bool)
+        self._restores.begin_history(metadata)
         self._last_step = step
         self._errors_before = _errors_raised()
         self._termination.listen()
@@ -240,9 +242,9 @@ class Checkpointer:
         """Save the state as it is now, and return when the checkpoint is durable: see PeriodicSaver.save_now."""
         self._check_open()
         step = check_step(step)
-        self._restores.put_aside(self._last_step)
         if step is not None and step != self._last_step:
             self._check_ascends(step)
+            self._restores.begin_history(metadata)
             self._last_step = step - 1  # The step may still be noted.
         return self._periodic.save_now(step, metadata=metadata)
 

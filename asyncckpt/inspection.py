@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from asyncckpt.arguments import check_int
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.root import open_root
@@ -136,8 +137,9 @@ def find_rows(
     from asyncckpt.engine.inspect.table_rows import TableRows
     from asyncckpt.engine.inspect.table_rows import find_rows as find
 
+    check_int("most", most, at_least=0)
     try:
-        wanted = np.array(list(ids or ()), dtype=np.int64)
+        wanted = np.array([] if ids is None else list(ids), dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:
         raise UsageError(f"ids are not int64 numbers: {error}") from error
     with _opened(path, step) as opened:

@@ -124,7 +124,7 @@ class Loader(WaitsUntilFree):
         rank, ranks_count = own_rank(shard_index, shard_num, ranks.process_group, names=("shard_index", "shard_num"))
         self._path = check_place(checkpoint_path)
         tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
-        if fallback and verify and (sizes or not strict or merge or filter_func is not None):
+        if fallback and (sizes or not strict or merge or filter_func is not None):
             verify = "before"  # Parts of a damaged step would stay where an older one has none.
         self._request = LoadRequest(
             tables=dict(named_tables(tables)),

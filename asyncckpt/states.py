@@ -17,7 +17,7 @@ from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.ranks.holdings import check_said
 from asyncckpt.errors import ConflictError, UsageError, must_be
 from asyncckpt.format.names import check_step
-from asyncckpt.format.tree import containers, key_value, leaves, path_name
+from asyncckpt.format.tree import composites, containers, key_value, leaves, path_name
 from asyncckpt.loader import load_now
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.result import SaveResult
@@ -154,9 +154,10 @@ class LazyState(Mapping[str, Any]):
         self._digest, self._options = chain.newest.digest, options
         self._tables = frozenset(contents.tables)
         self._keys = dict.fromkeys((*map(key_value, contents.tree[1]), *contents.tables))
-        self._paths = {
-            path_name(path): path for path, _ in (*containers(contents.tree), *leaves(contents.tree)) if path
-        }
+        paths = [path for path, _ in (*containers(contents.tree), *leaves(contents.tree)) if path]
+        whole = {path for path, _ in composites(contents.tree)}  # Of which each is one tensor.
+        inner = {path for path in paths if any(path[:end] in whole for end in range(1, len(path)))}
+        self._paths = {path_name(path): path for path in paths if path not in inner}
 
     def __getitem__(self, name: str) -> Any:
         path = self._paths.get(name)

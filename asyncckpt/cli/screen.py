@@ -26,11 +26,11 @@ def print_list(
 ) -> None:
     """Print a line for each of the newest checkpoints; damaged ones are marked, with the reason below."""
     if not findings:
-        print(f"no checkpoints in {safe(str(path))}")
+        print(f"no such checkpoints in {safe(str(path))}")
         return
-    if len(findings) > count_max:
-        print(f"and {len(findings) - count_max:,} older ones (--most, --json)")
-    findings = findings[max(0, len(findings) - count_max) :]
+    every, findings = findings, findings[max(0, len(findings) - count_max) :]
+    if len(every) > len(findings):
+        print(f"and {len(every) - len(findings):,} older ones (--most, --json)")
     # Leave out columns that only deltas fill.
     has_deltas = any(finding.fact is not None and finding.fact.parents for finding in findings)
     heads = [
@@ -65,7 +65,7 @@ def print_list(
             }
         rows.append([cells.get(head, "") for head in heads])
     print_columns(heads, rows, right=_NUMBERS)
-    _print_errors(findings)
+    _print_errors(every)
 
 
 def print_info(path: Path, info: CheckpointInfo, *, count_max: int) -> None:

@@ -37,6 +37,7 @@ def put_aside(root: WriteRoot, steps: Iterable[int]) -> list[str]:
     for step in sorted(steps, reverse=True):
         known = ((name, parse(name)) for name in root.manifests.names())
         files = [name for name, about in known if about is not None and about.kind in _KINDS and about.step == step]
+        files.sort(key=lambda name: name.endswith(".json"))  # The manifests last: without them nothing is looked for.
         place = f"{step:012d}-{uuid.uuid4().hex}"
         if not files:
             continue

@@ -119,7 +119,7 @@ def sweep_sessions(root: Directory) -> int:
     What cannot be removed is in nobody's way.
     """
     live, count = set(_sessions), 0
-    with contextlib.suppress(NotFoundError), _opened(root) as ranks:
+    with contextlib.suppress(CheckpointError), _opened(root) as ranks:
         for name in ranks.names():
             if is_session(name) and name not in live:
                 with contextlib.suppress(CheckpointError, OSError):

@@ -34,11 +34,13 @@ def chosen(contents: Contents, only: Collection[str]) -> Contents:
 
     A list keeps its length, with None for what is left out. Tables stay. UsageError for a name of nothing.
     """
-    left = set(only)
+    left, names = set(only), set(only)
+    patterns = [one for one in only if not {*"*?["}.isdisjoint(one)]
 
     def is_chosen(path: Path) -> bool:
-        begins = ["", *(path_name(path[:end]) for end in range(1, len(path) + 1))]
-        found = {one for one in only if one in begins or fnmatchcase(begins[-1], one)}
+        name = path_name(path)
+        begins = {name[:end] for end in range(1, len(name) + 1) if name[end : end + 1] in ("", ".")}
+        found = (begins & names) | {one for one in patterns if fnmatchcase(name, one)}
         left.difference_update(found)
         return bool(found)
 
@@ -46,7 +48,7 @@ def chosen(contents: Contents, only: Collection[str]) -> Contents:
     kept |= {path for path, node in containers(contents.tree) if not node[1] and path and is_chosen(path)}
     for whole, node in composites(contents.tree):
         inner = {path for path, _ in leaves(node, whole)}
-        kept |= inner if kept & inner else set()
+        kept |= inner if kept & inner or is_chosen(whole) else set()
     in_tree = {*contents.leaf_paths}
     kept |= {item.path for item in contents.dense.values() if item.path not in in_tree and is_chosen(item.path)}
     if left:
@@ -64,10 +66,12 @@ def inside(contents: Contents, name: str) -> Contents:
     """
     found = [path for path, _ in (*containers(contents.tree), *leaves(contents.tree)) if path_name(path) == name]
     tables = {
-        key.removeprefix(f"{name}."): table
+        key.removeprefix(f"{name}."): replace(table, name=key.removeprefix(f"{name}."))
         for key, table in contents.tables.items()
         if key == name or key.startswith(f"{name}.")
     }
+    if not found and (module := _submodule(contents, name)) is not None:
+        return replace(module, tables=tables)
     path = found[0] if found else None
     node = state_dict_of(descend(contents.tree, path) or VALUE) if path is not None else VALUE
     if not tables and not path:
@@ -76,11 +80,37 @@ def inside(contents: Contents, name: str) -> Contents:
         raise UsageError(f"there is nothing called {name!r}", expected=there[:16], hint=nearest(name, there) or None)
     if path is None:
         return replace(_with(contents, lambda _: False, lambda path: path, ("dict", (), ())), tables=tables)
-    is_whole = node[0] in MAPPINGS and node[0] != COMPOSITE
+    is_whole = node[0] in MAPPINGS and node[0] != COMPOSITE and all(isinstance(key, str) for key in node[1])
     cut = len(path) if is_whole else len(path) - 1
     tree = node if is_whole else mapping_node("dict", path[-1:], (descend(contents.tree, path) or VALUE,))
     made = _with(contents, lambda other: other[: len(path)] == path, lambda other: other[cut:], tree)
     return replace(made, tables=tables)
+
+
+def _submodule(contents: Contents, name: str) -> Contents | None:
+    """Return what is in a part of a module, which is so called in its state dict; None where there is none."""
+    for path, node in containers(contents.tree):
+        before = f"{path_name(path)}." if path else ""
+        begin = f"{name.removeprefix(before)}."
+        if node[0] in MAPPINGS and name.startswith(before):
+            own = {key: child for key, child in zip(node[1], node[2], strict=True) if str(key).startswith(begin)}
+            if own:
+                return _of_submodule(contents, path, begin, own, module_metadata(node) or {})
+    return None
+
+
+def _of_submodule(
+    contents: Contents, path: Path, begin: str, own: Mapping[Any, Node], said: Mapping[str, Any]
+) -> Contents:
+    """Return what is in entries of a mapping, without what their keys begin with. said: the `_metadata`."""
+    at = len(path)
+    metadata = {name[len(begin) :]: facts for name, facts in said.items() if f"{name}.".startswith(begin)} or None
+    return _with(
+        contents,
+        lambda other: other[:at] == path and len(other) > at and other[at] in own,
+        lambda other: (other[at].removeprefix(begin), *other[at + 1 :]),
+        mapping_node("ordered", [key.removeprefix(begin) for key in own], list(own.values()), metadata),
+    )
 
 
 def _with(contents: Contents, is_kept: Callable[[Path], bool], moved: Callable[[Path], Path], tree: Node) -> Contents:
@@ -91,7 +121,7 @@ def _with(contents: Contents, is_kept: Callable[[Path], bool], moved: Callable[[
 
     dense = [replace(item, path=moved(item.path)) for item in contents.dense.values() if is_kept(item.path)]
     names = unique_names(path_name(item.path) for item in dense)
-    others = {item.name for item in contents.dense.values() if not is_kept(item.path)}
+    there = {path_name(path) for path in contents.leaf_paths if is_kept(path)}
     shared = [(size, those(views)) for size, views in contents.shared]
     return replace(
         contents,
@@ -100,8 +130,8 @@ def _with(contents: Contents, is_kept: Callable[[Path], bool], moved: Callable[[
         leaf_paths=tuple(map(moved, filter(is_kept, contents.leaf_paths))),
         sure_paths=frozenset(map(moved, filter(is_kept, contents.sure_paths))),
         tree=tree,
-        unreadable={name: dtype for name, dtype in contents.unreadable.items() if name not in others},
-        shared=tuple((size, views) for size, views in shared if len(views) > 1),
+        unreadable={name: dtype for name, dtype in contents.unreadable.items() if name in there},
+        shared=tuple((size, views) for size, views in shared if views),
         classes={path: found for path, found in those(contents.classes).items() if path},
     )
 

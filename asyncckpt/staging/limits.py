@@ -48,9 +48,10 @@ def default_limit_bytes(held_bytes: int) -> int:
 def _given_back_bytes(status: Path = Path("/proc/self/status")) -> int:
     """Return how much less memory this process has now than at its peak; 0 where the system does not say."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        lines = (line.split(":", 1) for line in status.read_text().splitlines() if line.startswith("Vm"))
+        lines = (line.split(":", 1) for line in status.read_text().splitlines() if line.startswith(("Vm", "RssAnon")))
         kib = {name: int(size.split()[0]) for name, size in lines}
-        return (kib["VmHWM"] - kib["VmRSS"]) << 10
+        # What was mapped of files counts there, too: a step needs no more than as much again as the process has.
+        return min(kib["VmHWM"] - kib["VmRSS"], kib["RssAnon"]) << 10
     return 0
 
 

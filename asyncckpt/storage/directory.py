@@ -52,11 +52,12 @@ def io_failed(what: str, error: OSError) -> IOFailedError:
 
 
 @contextlib.contextmanager
-def _door(what: str) -> Iterator[None]:
+def _door(what: str, *, but: tuple[int, ...] = ()) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise io_failed(what, error) from error
+        if error.errno not in but:
+            raise io_failed(what, error) from error
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
@@ -158,16 +159,14 @@ class Directory:
 
     def sync(self) -> None:
         """Make the entries of this folder durable. Ignores folders that cannot be synced (some FUSE, SMB)."""
-        try:
+        with _door(f"folder {str(self.path)!r} cannot be synced", but=_NO_FOLDER_SYNC):
             at.fsync(self.fd)
-        except OSError as error:
-            if error.errno not in _NO_FOLDER_SYNC:
-                raise io_failed(f"folder {str(self.path)!r} cannot be synced", error) from error
 
     def check_writable(self) -> None:
         """Raise IOFailedError when files cannot be made here, without making one."""
         if not at.access(".", at.W_OK | at.X_OK, dir_fd=self.fd, effective_ids=True):
-            error = OSError(errno.EACCES, os.strerror(errno.EACCES))
+            is_read_only = hasattr(os, "fstatvfs") and os.fstatvfs(self.fd).f_flag & os.ST_RDONLY
+            error = OSError(errno.EROFS if is_read_only else errno.EACCES, "")
             raise io_failed(f"folder {str(self.path)!r} is not writable", error)
 
     def make_folder(self, name: str) -> Directory:

@@ -136,3 +136,21 @@ def test_a_directory_in_a_store_falls_back_as_one_on_a_disk(owner: seaweed.Serve
     assert report is not None
     assert (report.step, report.fallback_from) == (2, (3,))
     assert asyncckpt.list_steps(url) == list(range(5))
+
+
+def test_an_older_step_in_the_store_is_better_than_a_still_older_one(
+    owner: seaweed.Server, url: str, tmp_path: Path
+) -> None:
+    train_on(tmp_path, url, 5)
+    asyncckpt.checkpoints.remove(tmp_path, [2, 3])
+    damage(tmp_path, 4)
+    store = ObjectStore(StoreUrl.of(url))
+    for name in asyncckpt.describe(url, 4).files:
+        store.remove(name)
+    report = train_on(tmp_path, url, 7)
+    assert report is not None
+    assert (report.step, report.fallback_from, report.path) == (3, (4, 4), StoreUrl.of(url))
+    assert asyncckpt.list_steps(tmp_path) == [0, 1, 4, 5, 6]
+    assert asyncckpt.list_steps(url) == list(range(7))
+    for step in range(7):
+        asyncckpt.verify(url, step)

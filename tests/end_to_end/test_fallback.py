@@ -169,9 +169,8 @@ def test_what_could_leave_parts_of_a_damaged_step_is_refused(tmp_path: Path, opt
         assert ckpt.restore(fallback=True) == 21
 
 
-def test_what_cannot_be_put_aside_is_told_and_keeps_no_other_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_saved_beside_what_cannot_be_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention would count it, and let sound ones go."""
     saved(tmp_path)
     damage(tmp_path, 20)
     damage(tmp_path, 23)
@@ -185,26 +184,61 @@ def test_what_cannot_be_put_aside_is_told_and_keeps_no_other_step(
 
     whole = Directory.move
     state = Filled()
-    with state.open(tmp_path, on_error="warn") as ckpt:
+    with state.open(tmp_path) as ckpt:
         ckpt.restore(fallback=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(Directory, "move", move)
-            state.run(ckpt, 11)
-    assert "damaged steps of" in caplog.text
-    assert "are not put aside" in caplog.text
-    assert asyncckpt.list_steps(tmp_path) == [10, 20, 23]  # The last step is saved; step 20 is damaged still.
-    again = Filled()
-    with again.open(tmp_path) as ckpt:
-        assert ckpt.restore() == 24
-    damage(tmp_path, 23)
-    with again.open(tmp_path) as ckpt:
-        assert ckpt.restore(fallback=True) == 11
-        again.run(ckpt, 11)
+        monkeypatch.setattr(Directory, "move", move)
+        for _ in range(2):
+            with pytest.raises(asyncckpt.errors.IOFailedError, match=r"damaged steps of .* cannot be put aside: "):
+                ckpt.save_now(11)
+        assert asyncckpt.list_steps(tmp_path) == [10, 20]
+        monkeypatch.undo()
+        state.run(ckpt, 11)
     assert check_all(tmp_path) == [10, 20, 23]
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_loader_mixes_no_parts_of_a_damaged_step(tmp_path: Path, strict: bool) -> None:
+def test_a_refused_call_puts_nothing_aside(tmp_path: Path) -> None:
+    saved(tmp_path)
+    damage(tmp_path, 23)
+    before = tree(tmp_path)
+    state = Filled()
+    with state.open(tmp_path) as ckpt:
+        assert ckpt.restore(fallback=True) == 21
+        for call in (
+            lambda: ckpt.save_now(),
+            lambda: ckpt.save_now(5),
+            lambda: ckpt.save_now(21, metadata={"a": object()}),
+            lambda: ckpt.step(21, save="yes"),  # type: ignore[arg-type]
+            lambda: ckpt.step(5),
+        ):
+            with pytest.raises(asyncckpt.UsageError):
+                call()
+        assert tree(tmp_path) == before
+        damage(tmp_path, 20)
+        with pytest.raises(asyncckpt.CorruptError):
+            ckpt.restore()
+        with pytest.raises(asyncckpt.UsageError, match="not above step 23"):
+            ckpt.step(12)
+    assert put_aside(tmp_path) == {}
+
+
+def test_no_delta_builds_upon_what_was_passed_by(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """By the Checkpointer that has saved it."""
+    state = Filled()
+    with state.open(tmp_path, deltas=asyncckpt.DeltaPolicy(bytes_share_max=10.0)) as ckpt:
+        state.run(ckpt)
+        ckpt.save_now(23)
+        damage(tmp_path, 23)
+        assert ckpt.restore(fallback=True) == 21
+        for step in range(21, 31):
+            state.train(step)
+            ckpt.step(step)
+    assert check_all(tmp_path) == [10, 20, 30]
+    asyncckpt.verify(tmp_path, 30)
+    assert not [one for one in recwarn if "base" in str(one.message)]
+
+
+@pytest.mark.parametrize(("strict", "verify"), [(True, True), (False, True), (False, False)])
+def test_a_loader_mixes_no_parts_of_a_damaged_step(tmp_path: Path, strict: bool, verify: bool) -> None:
     new, both = torch.full((1 << 16,), 2.0), torch.full((1 << 16,), 2.0)
     with asyncckpt.Saver(path=tmp_path, tensors={"both": both}) as saver:
         saver.save(1)
@@ -212,7 +246,7 @@ def test_a_loader_mixes_no_parts_of_a_damaged_step(tmp_path: Path, strict: bool)
         saver.save(2)
     flip_byte(data_file(tmp_path, 2))
     state = {"new": torch.zeros(1 << 16), "both": torch.zeros(1 << 16)}
-    loader = asyncckpt.Loader(tmp_path, tensors=state, fallback=True, strict=strict)
+    loader = asyncckpt.Loader(tmp_path, tensors=state, fallback=True, strict=strict, verify=verify)
     if strict:
         with pytest.raises(asyncckpt.CorruptError, match=r"step 2 is damaged, .* and step 1 does not match"):
             loader.load()

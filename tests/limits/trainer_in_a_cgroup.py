@@ -23,7 +23,9 @@ def main(path: str, every: float, seed: int) -> None:
     model = torch.nn.ParameterList(parameters)
     kind = drawn.choice([torch.optim.AdamW, torch.optim.SGD])
     optimizer = kind(model.parameters(), lr=0.1)
-    table = asyncckpt.HashTable("t", 16, capacity=1 << 18)
+    table: asyncckpt.HashTable | asyncckpt.MultiLevelTable = asyncckpt.HashTable("t", 16, capacity=1 << 18)
+    if drawn.random() < 0.5:
+        table = asyncckpt.MultiLevelTable("t", 16, cache_rows=1 << 14, capacity=1 << 18)
     deltas = drawn.choice([None, asyncckpt.DeltaPolicy()])
     keep = drawn.choice([None, 2])
     with asyncckpt.Checkpointer(

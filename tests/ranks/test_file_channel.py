@@ -217,6 +217,9 @@ def test_garbage_of_a_directory_has_sessions_of_killed_jobs_but_those_of_live_on
         assert asyncckpt.checkpoints.collect_garbage(tmp_path).sessions_count == 1
         assert list((tmp_path / RANKS_DIR).iterdir()) == [live]
     assert asyncckpt.checkpoints.collect_garbage(tmp_path).sessions_count == 0
+    (tmp_path / RANKS_DIR).rmdir()
+    (tmp_path / RANKS_DIR).write_text("somebody's")
+    assert asyncckpt.checkpoints.collect_garbage(tmp_path).sessions_count == 0
 
 
 # What others may have put there.

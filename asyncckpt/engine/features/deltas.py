@@ -22,7 +22,7 @@ from asyncckpt.engine.save.feature import SaveFeature
 from asyncckpt.engine.save.save_job import ChainLink, Committed, SaveCall, SaveJob, SaveTarget
 from asyncckpt.engine.save.stage import StageChoice
 from asyncckpt.engine.save.state_cut import Cut
-from asyncckpt.errors import CheckpointError, ConflictError, SaveCancelledError, UsageError, warn
+from asyncckpt.errors import ConflictError, SaveCancelledError, UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.model.table import CutVersion, tracks_rows
 from asyncckpt.options import DeltaPolicy
@@ -113,7 +113,7 @@ class Deltas(SaveFeature):
             return
         try:
             compaction = start_compaction(target, job.step)
-        except CheckpointError as error:
+        except Exception as error:  # Of any kind: the step is committed.
             log_warning("step %d of %s is not compacted: %s", job.step, target.root.path, error)
             return
         target.memory.behind[COMPACTION] = compaction._inner

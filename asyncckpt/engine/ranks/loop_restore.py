@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from asyncckpt.commit.aside import put_aside
 from asyncckpt.commit.discover import committed_steps
@@ -22,8 +22,9 @@ from asyncckpt.engine.process.background import check_may_wait, result_or_end, r
 from asyncckpt.engine.process.log import log_restored, log_warning
 from asyncckpt.engine.ranks.steps_together import StepsTogether
 from asyncckpt.engine.save.save_job import SaveTarget
+from asyncckpt.engine.save.start_save import encode_metadata
 from asyncckpt.engine.upload.uploads import Uploads
-from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, warn
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, IOFailedError, warn
 from asyncckpt.format.strict_json import Json
 from asyncckpt.model.result import LoadReport
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S
@@ -37,7 +38,7 @@ class LoopRestore:
 
     def __init__(self, together: StepsTogether, target: SaveTarget, uploads: Uploads | None) -> None:
         self._together, self._target, self._uploads = together, target, uploads
-        self._passed: Mapping[Copy, str] = {}  # By the last restore, with the reasons.
+        self._passed: list[Copy] = []  # By the last restore, and newer than what it has loaded.
 
     def choose(self, step: int | None, *, discard_newer: bool) -> Copy | None:
         """Return what to load, by default the newest; None: there is nothing. Raises as `choose_step`."""
@@ -55,7 +56,7 @@ class LoopRestore:
     ) -> LoadReport:
         """Load a step. load: does so on this rank, from the directory or the store. CorruptError: none is sound."""
         passed: dict[Copy, str] = {}
-        target = self._target
+        target, self._passed = self._target, []
         while True:
             try:
                 report, why = self._together.all_tried(partial(load, *chosen), CorruptError if fallback else ())
@@ -64,7 +65,7 @@ class LoopRestore:
                 raise
             except IncompatibleError as error:
                 if passed:
-                    raise does_not_fit([*passed][-1][0], chosen[0], error) from error
+                    raise does_not_fit(min(step for step, _ in passed), chosen[0], error) from error
                 raise
             if not why:
                 break
@@ -73,9 +74,10 @@ class LoopRestore:
         assert report is not None
         report = replace(report, fallback_from=tuple(step for step, _ in passed if step > report.step))
         target.memory.half_loaded = None
+        if passed:  # Perhaps the base of the next delta.
+            target.memory.newest = None
         if discard_newer:
             self._together.all_done(lambda: go_back(target, self._uploads, report.step))
-        self._passed = passed
         if target.rank == 0:
             log_restored(report)
         if report.metadata.get(HALF_WAY):
@@ -85,14 +87,22 @@ class LoopRestore:
                 "state may hold a part; restore(an earlier step, discard_newer=True) goes back",
                 RuntimeWarning,
             )
+        self._passed = [(step, url) for step, url in passed if step > report.step]
         return report
 
-    def put_aside(self, newest: int | None) -> None:
-        """Put aside, before anything is saved, what was passed by to load this step, which was the newest then."""
-        passed, self._passed = self._passed, {}
-        if passed:
-            assert newest is not None
-            self._together.all_done(lambda: self._put_aside(passed, newest))
+    def begin_history(self, metadata: Mapping[str, Any] | None) -> None:
+        """Put aside what the restore has passed by, before anything is saved, unless the call is going to be refused.
+
+        IOFailedError: it stays, and nothing may be saved, for retention would count it.
+        """
+        if not self._passed:
+            return
+        encode_metadata(metadata)
+        with self._together.restoring():
+            _, why = self._together.all_tried(self._put_aside, CheckpointError)
+            if why:
+                raise IOFailedError(f"damaged steps of {str(self._target.root.path)!r} cannot be put aside: {why}")
+        self._passed = []
 
     def _advise(self, step: int, url: str | None) -> None:
         """Warn what to do about a damaged step, where there are older ones."""
@@ -114,34 +124,28 @@ class LoopRestore:
         return step, url
 
     @uninterrupted
-    def _put_aside(self, passed: Mapping[Copy, str], newest: int) -> None:
-        """Do so on rank 0. What stays is told: a save of the same step fails then."""
+    def _put_aside(self) -> None:
+        """Do so on rank 0."""
         if self._target.rank != 0:
             return
         if self._uploads is not None:
-            self._uploads.discarded_after(newest)
+            self._uploads.discarded_after(min(step for step, _ in self._passed) - 1)
         there, what = store_of(self._uploads), "putting damaged checkpoints aside"
         for root, is_copy in ((self._target.root, False), (there, True)):
-            steps = [step for step, url in passed if step > newest and (url is not None) == is_copy]
-            if root is None or not steps:
-                continue
-            check_may_wait(what)
-            try:
+            steps = [step for step, url in self._passed if (url is not None) == is_copy]
+            if root is not None and steps:
+                check_may_wait(what)
                 places = result_or_end(retainer.submit(put_aside, root, steps), what, SAVE_DEADLINE_S, lambda: None)
-            except CheckpointError as error:
-                log_warning("damaged steps of %s are not put aside: %s", root.path, error)
-            else:
                 log_warning("damaged steps of %s are put aside until somebody removes them: %s", root.path, places)
 
 
 def _next(target: SaveTarget, uploads: Uploads | None, passed: Mapping[Copy, str]) -> Json:
-    (step, url), there = [*passed][-1], store_of(uploads)
-    if url is None and there is not None and step in committed_steps(there):
-        return [step, str(there.path)]
-    own = committed_steps(target.root)
-    steps, url = (own, None) if own or there is None else (committed_steps(there), str(there.path))
-    older = [other for other in steps if other < step]
-    if not older:
-        why = "; ".join(f"step {other}: {text}" for (other, _), text in passed.items())
+    last, there = min(step for step, _ in passed), store_of(uploads)
+    copies: list[Copy] = [(step, None) for step in committed_steps(target.root)]
+    copies += [(step, str(there.path)) for step in committed_steps(there)] if there is not None else []
+    left = [copy for copy in copies if copy[0] <= last and copy not in passed]
+    if not left:
+        why = "; ".join(f"step {step}: {text}" for (step, _), text in passed.items())
         raise CorruptError(f"no checkpoint in {str(target.root.path)!r} is sound: {why}")
-    return [older[-1], url]
+    step, url = max(left, key=lambda copy: (copy[0], copy[1] is None))
+    return [step, url]

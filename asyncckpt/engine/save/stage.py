@@ -27,6 +27,7 @@ from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.model.row_places import ArenaContents
 from asyncckpt.model.torch_use import uses_devices
+from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.regions import Regions, RegionWish, TableRows, plan_regions, row_bytes_of
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.snapshot.capture import CopiesOnHost, NotAsPlanned, capture, first_look
@@ -83,7 +84,8 @@ def choose_stage(
     deferred = [] if host_level == "copy" else _can_be_left_open(target, cut, rows)
     if deferred or host_level == "first_touch":
         last = _stage(target, cut, rows, is_delta, by_tree, deferred=deferred)
-        if arenas.fits(last.arena_bytes, limit_bytes=limit):
+        chunks_bytes = 2 * CHUNK_BYTES if deferred and limit is None else 0  # Through which they are exported.
+        if arenas.fits(last.arena_bytes + chunks_bytes, limit_bytes=limit):
             return last
     shown = "a share of what is available" if limit is None else f"{limit} bytes"
     return unstaged(target, cut, f"a snapshot of {last.arena_bytes} bytes does not fit the host memory limit ({shown})")

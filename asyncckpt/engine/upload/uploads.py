@@ -244,13 +244,13 @@ class Uploads(SaveFeature):
 
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
         is_gone = isinstance(error, AttemptGoneError)
-        is_told = not is_gone or attempt not in self._discarded
+        is_told = attempt not in self._discarded
         if is_told:
             log_warning("step %d of %s is not uploaded: %s", attempt.step, self._path, error)
         with self._guard:
             if is_told:
                 self._error = error
-            if not is_gone:
+            if is_told and not is_gone:
                 self._left.append(attempt)
             future = self._futures[attempt]
         future.set_exception(error)

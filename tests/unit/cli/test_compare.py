@@ -10,7 +10,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.cli.findings import ExitCode
-from asyncckpt.inspection import compare
+from asyncckpt.inspection import compare, find_rows
 from tests.program import invoke
 
 
@@ -144,6 +144,13 @@ def test_cat_without_ids_prints_the_lowest(ranked: Path) -> None:
     assert [row["id"] for row in rows] == list(range(10))
 
 
+def test_rows_are_found_by_arrays_of_ids(ranked: Path) -> None:
+    for ids in ([0], torch.tensor([0]), torch.tensor([0]).numpy(), torch.tensor([0, 1]).numpy(), (2,)):
+        assert find_rows(ranked, "t", ids).ids.tolist() == list(map(int, ids))
+    with pytest.raises(asyncckpt.UsageError, match="most"):
+        find_rows(ranked, "t", None, most=-1)
+
+
 def test_ls_shows_metadata_and_lists_what_is_asked_for(two: Path) -> None:
     lines = lines_of(invoke("ls", two, "--metadata").stdout)
     assert lines[0][-1] == "metadata"
@@ -155,4 +162,4 @@ def test_ls_shows_metadata_and_lists_what_is_asked_for(two: Path) -> None:
     assert [line[0] for line in lines_of(invoke("ls", two, "--after", 1).stdout)] == ["step", "2"]
     assert lines_of(invoke("ls", two, "--most", 1).stdout)[0] == ["and", "1", "older", "ones", "(--most,", "--json)"]
     assert [line[0] for line in lines_of(invoke("ls", two, "--kind", "full").stdout)] == ["step", "1", "2"]
-    assert "no checkpoints" in invoke("ls", two, "--kind", "delta").stdout
+    assert "no such checkpoints" in invoke("ls", two, "--kind", "delta").stdout

@@ -76,7 +76,8 @@ def test_more_than_the_limit_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "expected"),
     [
-        ("Name:\tpython\nVmHWM:\t  900 kB\nVmRSS:\t  600 kB\n", 300 << 10),
+        ("Name:\tpython\nVmHWM:\t  900 kB\nVmRSS:\t  600 kB\nRssAnon:\t  500 kB\n", 300 << 10),
+        ("VmHWM:\t  900 kB\nVmRSS:\t  600 kB\nRssAnon:\t  100 kB\n", 100 << 10),
         ("VmHWM:\t  900 kB\n", 0),
         ("VmHWM:\tmuch\nVmRSS:\t  600 kB\n", 0),
     ],
