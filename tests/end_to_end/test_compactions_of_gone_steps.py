@@ -32,7 +32,7 @@ def test_a_compaction_whose_step_goes_before_its_turn_is_skipped(
         compaction = run.saver.compact(asked_for)
         if removed_by == "retention":
             run.save(3, "full")
-            run.saver._target.memory.retention.result(WAIT_S)
+            run.saver._target.memory.behind["retention"].result(WAIT_S)
         else:
             asyncckpt.checkpoints.remove_after(tmp_path, 1)
         assert 2 not in asyncckpt.list_steps(tmp_path)

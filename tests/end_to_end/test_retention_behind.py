@@ -69,7 +69,7 @@ def test_a_saver_that_is_dropped_lets_retention_end(tmp_path: Path, removal_held
     saver: Any = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     saver.save(0)
     saver.save(1)
-    retaining = saver._target.memory.retention
+    retaining = saver._target.memory.behind["retention"]
     del saver
     removal_held.open()
     retaining.result(WAIT_S_MAX)
@@ -177,9 +177,7 @@ def test_what_a_delta_chose_at_its_call_stays(tmp_path: Path, monkeypatch: pytes
         if futures:
             may_commit.set()
             futures[0].result(WAIT_S_MAX)
-            retention_begun = saver._target.memory.retention
-            assert retention_begun is not None
-            retention_begun.result(WAIT_S_MAX)
+            saver._target.memory.behind["retention"].result(WAIT_S_MAX)
 
     table = new_table()
     with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, keep=1, on_busy="queue") as saver:

@@ -43,8 +43,7 @@ Call = Callable[[], Any]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("asyncckpt.shard.stream", "asyncckpt.engine.compact.copy_blocks"):
-        monkeypatch.setattr(f"{place}.CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr("asyncckpt.staging.chunks.CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture

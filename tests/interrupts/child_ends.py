@@ -132,7 +132,7 @@ class OpenRank:
         self.table.insert(self.ids[:4], torch.full((4, 2), 2.0))
         self.queue.schedule_async_request(AsyncRequest(self.may_write.wait, (DEADLINE_S,), []))
         memory = self.saver._target.memory
-        retention, memory.retention = memory.retention, concurrent.futures.Future()
+        behind, memory.behind = memory.behind, {"retention": concurrent.futures.Future()}
         before, until = opened(), time.monotonic() + CHILDREN_S_MAX
         children = {}
         for ending, is_inside in WAYS:
@@ -147,7 +147,7 @@ class OpenRank:
             assert {number: path for number, path in before.items() if now.get(number) != path} == {}
             assert not future.done()
         finally:
-            memory.retention = retention
+            memory.behind = behind
             self.may_write.set()
         assert future.result(DEADLINE_S).step == step
         assert self.queue.maybe_finalize_async_calls(blocking=True) == [step]

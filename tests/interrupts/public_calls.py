@@ -145,6 +145,7 @@ def calls(world: SavedSteps) -> dict[str, Callable[[], Any]]:
         "Checkpointer.restore": world.checkpointer.restore,
         "Checkpointer.begin_anew": world.checkpointer.begin_anew,
         "Checkpointer.step": lambda: world.checkpointer.step(next(world.steps)),
+        "Checkpointer.compact": world.checkpointer.compact,
         "Checkpointer.save_now": lambda: world.checkpointer.save_now(next(world.steps)),
         "Checkpointer.statistics": world.checkpointer.statistics,
         "HashTable.lookup": lambda: world.table.lookup(ids),

@@ -91,11 +91,10 @@ def _share_parameters(one: torch.optim.Optimizer, other: torch.optim.Optimizer) 
 
 def _found_in(state: Any, *kinds: type) -> Iterator[Any]:
     """Yield the items of these kinds in mappings, lists and tuples, and the tensors of modules."""
-    parameters = getattr(state, "parameters", None) if isinstance(state, (torch.nn.Module, Mapping)) else None
     if isinstance(state, kinds):
         yield state
-    elif torch.Tensor in kinds and callable(parameters):
-        yield from parameters()  # Of the dense state of a module, those of the module.
+    elif torch.Tensor in kinds and isinstance(state, (torch.nn.Module, Mapping)) and hasattr(state, "parameters"):
+        yield from state.parameters()  # Of the dense state of a module, those of the module.
     elif isinstance(state, (Mapping, list, tuple)):
         for value in state.values() if isinstance(state, Mapping) else state:
             yield from _found_in(value, *kinds)

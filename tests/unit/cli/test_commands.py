@@ -67,7 +67,7 @@ def test_ls_of_a_directory_without_checkpoints_is_well(tmp_path: Path) -> None:
     asyncckpt.Saver(path=tmp_path / "new").close()
     result = run("ls", tmp_path / "new")
     assert result.exit_code == ExitCode.OK
-    assert "no checkpoints" in result.stdout
+    assert "no such checkpoints" in result.stdout
     assert answer_of(run("ls", tmp_path / "new", "--json"))["checkpoints"] == []
 
 

@@ -29,8 +29,9 @@ PACKAGE = Path(asyncckpt.__file__).parent
 CALLERS = {
     "encode_manifest": {"commit/attempt.py"},
     # commit/store_root.py and cli/doctor.py also try whether the store refuses a second one; storage/store_folder.py
-    # makes marks.
+    # makes marks, commit/aside.py copies what is damaged.
     "put_new": {
+        "commit/aside.py",
         "cli/doctor.py",
         "commit/store_root.py",
         "engine/upload/upload_attempt.py",

@@ -19,7 +19,7 @@ CHUNK_BYTES = 16 << 10
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("asyncckpt.staging.chunks.CHUNK_BYTES", CHUNK_BYTES)
 
 
 def state_on(runtime: SimulatedRuntime, seed: int) -> dict[str, torch.Tensor]:
