@@ -246,6 +246,8 @@ class Checkpointer:
             self._check_ascends(step)
             self._restores.begin_history(metadata)
             self._last_step = step - 1  # The step may still be noted.
+        elif step is not None:
+            self._restores.begin_history(metadata)
         return self._periodic.save_now(step, metadata=metadata)
 
     def compact(self, step: int | None = None) -> SaveFuture:

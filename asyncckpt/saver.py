@@ -309,13 +309,12 @@ class Saver(Closing):
         self._wait_in_flight(SAVE_DEADLINE_S)
         if self._ranks is not None and not background.is_current_thread():
             self._ranks.wait_announced()
-        if self._events is not None:
-            if self._uploads is not None:  # Their ends are told, too.
-                self._uploads.wait(SAVE_DEADLINE_S)
-            self._events.wait_for_all()
         self._finalizer()  # Uploads go on without the directory's lock.
         if self._uploads is not None:
             self._uploads.wait(SAVE_DEADLINE_S)
+        if self._events is not None:  # Ends of uploads are told, too.
+            self._events.wait_for_all()
+            self._events.close()
 
     def _start(
         self,

@@ -164,11 +164,12 @@ class LazyState(Mapping[str, Any]):
         if path is None and name not in self._tables:
             raise KeyError(name)
         with open_root(self.path) as root:
-            if look_again(root, lambda: read_manifest(root, self.step)).digest != self._digest:
+            now = look_again(root, lambda: read_manifest(root, self.step))
+            if self._digest not in (now.digest, now.head.replaces):  # It may have been compacted.
                 raise ConflictError(f"step {self.step} of {str(self.path)!r} was saved again since it was opened")
         if path is None:
             return load(str(self.path), self.step, only=[], tables=[name], **self._options)[name]
-        found: Any = load(str(self.path), self.step, only=[name], **self._options)
+        found: Any = load(str(self.path), self.step, only=[name] if name else None, **self._options)
         for key in path:
             found = found[key_value(key)]
         return found

@@ -256,8 +256,9 @@ def _open(asked: Asked, features: dict[str, SaveFeature], opened: Opened, ranks:
     )
     # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped while it
     # saves lets the save end first.
-    finalizer = weakref.finalize(target, _give_back, opened, target.memory, events)
+    finalizer = weakref.finalize(target, _give_back, opened, target.memory)
     if events is not None:
+        weakref.finalize(target, events.close)
         events.opened(opened.root, rank=asked.rank)
         if uploads is not None:
             uploads.ended = partial(events.ended, "upload", path=asked.path, rank=asked.rank)
@@ -276,10 +277,8 @@ def _go_on_uploading(uploads: Uploads | None, opened: Opened) -> None:
 
 
 @uninterrupted
-def _give_back(opened: Opened, memory: SaverMemory, events: EventLine | None) -> None:
+def _give_back(opened: Opened, memory: SaverMemory) -> None:
     """Let another process write to the directory, and other Savers use the arenas."""
-    if events is not None:
-        events.close()
     for layout in memory.regions.layouts():
         pool.forget(layout)
     opened.close()

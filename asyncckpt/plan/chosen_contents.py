@@ -25,6 +25,7 @@ from asyncckpt.format.tree import (
 )
 from asyncckpt.format.values import COMPOSITE, MAPPINGS
 from asyncckpt.plan.contents import Contents
+from asyncckpt.plan.stored_tables import StoredTable
 
 T = TypeVar("T")
 
@@ -35,7 +36,8 @@ def chosen(contents: Contents, only: Collection[str]) -> Contents:
     A list keeps its length, with None for what is left out. Tables stay. UsageError for a name of nothing.
     """
     left, names = set(only), set(only)
-    patterns = [one for one in only if not {*"*?["}.isdisjoint(one)]
+    nodes = (*leaves(contents.tree), *containers(contents.tree))
+    patterns = {one for one in only if not {*"*?["}.isdisjoint(one)} - {path_name(path) for path, _ in nodes}
 
     def is_chosen(path: Path) -> bool:
         name = path_name(path)
@@ -65,11 +67,11 @@ def inside(contents: Contents, name: str) -> Contents:
     Tables are those of this name, and those whose names begin with it up to a dot, which they lose. UsageError.
     """
     found = [path for path, _ in (*containers(contents.tree), *leaves(contents.tree)) if path_name(path) == name]
-    tables = {
-        key.removeprefix(f"{name}."): replace(table, name=key.removeprefix(f"{name}."))
-        for key, table in contents.tables.items()
-        if key == name or key.startswith(f"{name}.")
-    }
+    tables: dict[str, StoredTable] = {}
+    for key, table in sorted(contents.tables.items()):
+        if key == name or key.startswith(f"{name}."):
+            new = key.removeprefix(f"{name}.")
+            tables[new if new not in tables else key] = replace(table, name=new if new not in tables else key)
     if not found and (module := _submodule(contents, name)) is not None:
         return replace(module, tables=tables)
     path = found[0] if found else None
@@ -82,8 +84,11 @@ def inside(contents: Contents, name: str) -> Contents:
         return replace(_with(contents, lambda _: False, lambda path: path, ("dict", (), ())), tables=tables)
     is_whole = node[0] in MAPPINGS and node[0] != COMPOSITE and all(isinstance(key, str) for key in node[1])
     cut = len(path) if is_whole else len(path) - 1
-    tree = node if is_whole else mapping_node("dict", path[-1:], (descend(contents.tree, path) or VALUE,))
-    made = _with(contents, lambda other: other[: len(path)] == path, lambda other: other[cut:], tree)
+    text = () if is_whole else (path_name(path[-1:]),)
+    tree = node if is_whole else mapping_node("dict", text, (descend(contents.tree, path) or VALUE,))
+    made = _with(
+        contents, lambda other: other[: len(path)] == path, lambda other: (*text, *other[cut + len(text) :]), tree
+    )
     return replace(made, tables=tables)
 
 

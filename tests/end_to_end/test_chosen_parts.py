@@ -160,6 +160,8 @@ def test_an_export_of_one_table_or_tensor(saved: Path, tmp_path: Path) -> None:
     assert "1 table of 5 rows" in invoke("export", "recsdk", saved, tmp_path / "tables", "--only", "net").stdout
     invoke("export", "torch", saved, tmp_path / "one.pt", "--only", "views.first")
     assert torch.load(tmp_path / "one.pt", weights_only=True)["first"].tolist() == list(range(6))
+    invoke("export", "torch", saved, tmp_path / "item.pt", "--only", "list.0")
+    assert torch.load(tmp_path / "item.pt", weights_only=True)["0"].tolist() == [1.0, 1.0]
     new = ["--rename", "net=own", "--only", "own", "--dry-run"]
     invoke("export", "hf", saved, tmp_path / "new", *new)
     for kind, refused in (
@@ -195,6 +197,28 @@ def test_a_lazy_state_reads_what_is_asked_for(saved: Path) -> None:
             lazy[name]
     with pytest.raises(asyncckpt.UsageError, match="lazy is for the whole checkpoint"):
         asyncckpt.load(saved, only=["net"], lazy=True)  # type: ignore[call-overload]
+
+
+def test_a_lazy_state_of_a_step_that_is_compacted(tmp_path: Path) -> None:
+    state = {"x": torch.ones(3), "": torch.zeros(1)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        saver.save(1)
+        saver.save(2, kind="delta")
+        lazy = asyncckpt.load(tmp_path, lazy=True)
+        assert not saver.compact(2).result(60).skipped
+    assert {name: found.tolist() for name, found in lazy.items()} == {"x": [1.0] * 3, "": [0.0]}
+
+
+def test_two_tables_of_one_name_in_a_part_are_both_exported(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "run", {"x": 1}, 1, hashtables={"emb": table(), "emb.emb": table()})
+    done = invoke("export", "recsdk", tmp_path / "run", tmp_path / "out", "--only", "emb")
+    assert "2 tables of 10 rows" in done.stdout
+
+
+def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path, {"x*": torch.ones(1), "xy": torch.ones(1), "[q]": torch.ones(1), "q": torch.ones(1)}, 1)
+    assert list(asyncckpt.load(tmp_path, only=["x*"])) == ["x*"]
+    assert list(asyncckpt.load(tmp_path, only=["[q]"])) == ["[q]"]
 
 
 def test_a_lazy_state_is_of_one_step(tmp_path: Path) -> None:

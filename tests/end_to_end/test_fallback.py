@@ -237,6 +237,21 @@ def test_no_delta_builds_upon_what_was_passed_by(tmp_path: Path, recwarn: pytest
     assert not [one for one in recwarn if "base" in str(one.message)]
 
 
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_new_history_after_a_failed_restore_is_no_delta_of_the_old_one(tmp_path: Path, fallback: bool) -> None:
+    state = Filled()
+    with state.open(tmp_path, deltas=asyncckpt.DeltaPolicy(bytes_share_max=10.0)) as ckpt:
+        state.run(ckpt)
+        ckpt.save_now(23)
+        for step in (10, 20, 23) if fallback else (23,):
+            damage(tmp_path, step)
+        with pytest.raises(asyncckpt.CorruptError):
+            ckpt.restore(fallback=fallback)
+        ckpt.begin_anew()
+        assert ckpt.save_now(24).kind == "full"
+    asyncckpt.verify(tmp_path, 24)
+
+
 @pytest.mark.parametrize(("strict", "verify"), [(True, True), (False, True), (False, False)])
 def test_a_loader_mixes_no_parts_of_a_damaged_step(tmp_path: Path, strict: bool, verify: bool) -> None:
     new, both = torch.full((1 << 16,), 2.0), torch.full((1 << 16,), 2.0)

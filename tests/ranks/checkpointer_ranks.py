@@ -167,6 +167,8 @@ def one_finds_damage(damaged: int, rank: int, folder: Path) -> None:
         assert ckpt.report is not None
         assert ckpt.report.fallback_from == (3,)
         assert (own.unique().tolist(), training.x.tolist()) == ([2], [3.0] * 3)
+        with pytest.raises(UsageError if rank else PeerError):  # Refused on one rank, it puts nothing aside.
+            ckpt.step(3, metadata={"a": object()} if rank else None)
         assert asyncckpt.list_steps(path) == [0, 1, 2, 3]
         dist.barrier()
         for step in range(3, 5):

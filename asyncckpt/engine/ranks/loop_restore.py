@@ -60,22 +60,21 @@ class LoopRestore:
         while True:
             try:
                 report, why = self._together.all_tried(partial(load, *chosen), CorruptError if fallback else ())
-            except CorruptError:
-                self._advise(*chosen)
-                raise
-            except IncompatibleError as error:
-                if passed:
+            except BaseException as error:
+                target.memory.newest = None  # It may be what is damaged, and a new history is no delta of it.
+                if isinstance(error, CorruptError):
+                    self._advise(*chosen)
+                if passed and isinstance(error, IncompatibleError):
                     raise does_not_fit(min(step for step, _ in passed), chosen[0], error) from error
                 raise
             if not why:
                 break
-            passed[chosen] = why
+            passed[chosen], target.memory.newest = why, None
             chosen = self._older(chosen, passed)
         assert report is not None
         report = replace(report, fallback_from=tuple(step for step, _ in passed if step > report.step))
         target.memory.half_loaded = None
-        if passed:  # Perhaps the base of the next delta.
-            target.memory.newest = None
+        self._passed = [(step, url) for step, url in passed if step > report.step]
         if discard_newer:
             self._together.all_done(lambda: go_back(target, self._uploads, report.step))
         if target.rank == 0:
@@ -87,7 +86,6 @@ class LoopRestore:
                 "state may hold a part; restore(an earlier step, discard_newer=True) goes back",
                 RuntimeWarning,
             )
-        self._passed = [(step, url) for step, url in passed if step > report.step]
         return report
 
     def begin_history(self, metadata: Mapping[str, Any] | None) -> None:
@@ -97,8 +95,8 @@ class LoopRestore:
         """
         if not self._passed:
             return
-        encode_metadata(metadata)
         with self._together.restoring():
+            self._together.all_done(lambda: encode_metadata(metadata))
             _, why = self._together.all_tried(self._put_aside, CheckpointError)
             if why:
                 raise IOFailedError(f"damaged steps of {str(self._target.root.path)!r} cannot be put aside: {why}")
