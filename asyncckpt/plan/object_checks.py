@@ -39,13 +39,8 @@ _LIKE_PARAMETERS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg", "ax")
 ) | {"acc_delta", "prev", "step_size", "variance"}
 # Without which these fail at the next step.
-_KEEPS = {
-    "Adam": "exp_avg_sq",
-    "AdamW": "exp_avg_sq",
-    "RAdam": "exp_avg_sq",
-    "NAdam": "mu_product",
-    "Adamax": "exp_inf",
-}
+_KEEPS = dict.fromkeys(("Adam", "AdamW", "RAdam"), "exp_avg_sq") | {"NAdam": "mu_product", "Adamax": "exp_inf"}
+_KEEPS |= {"RMSprop": "square_avg", "Adadelta": "acc_delta", "Adagrad": "sum", "Rprop": "prev"}
 # Options that torch's optimizers have got since they are there, and what others put into groups.
 _MAY_DIFFER = frozenset(
     ("params", "param_names", "initial_lr", "foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad")
@@ -168,15 +163,20 @@ class ObjectChecks:
         if item.is_module or not (hasattr(type(own), "_check_state") or _is_known(own)):
             return []
         name, stored = path_name(item.path), self._state(item.path)
+        raw = stored  # Before what is still there of its groups has the options of those that are here.
         classes = self._contents.classes.get(item.path, ())
         try:
             if self._changed is not None and (fit := self._changed.of(item)) is not None:
                 self.fits[item.path], stored = fit, fit(stored)
+            if item.path in self._inner:
+                own._check_parts(stored)  # Each of them is checked as it is fitted.
+                return self._of_inner(item, stored)
             if hasattr(type(own), "_check_state"):
                 own._check_state(stored)
-                return self._of_inner(item, stored) if item.path in self._inner else []
+                return []
             if isinstance(own, torch.optim.Optimizer):
-                return [f"{name!r} {what}" for what in self._of_optimizer(own, stored, classes, item.path in self.fits)]
+                raw = raw if item.path in self.fits else None
+                return [f"{name!r} {what}" for what in self._of_optimizer(own, stored, classes, raw)]
             if isinstance(own, lr_scheduler.LRScheduler):
                 return [f"{name!r} {what}" for what in _of_scheduler(own, stored, classes, self._lists_of_groups)]
             if own.is_enabled() and not (isinstance(stored, Mapping) and stored.keys() >= _SCALER_KEYS):
@@ -215,7 +215,7 @@ class ObjectChecks:
         return rebuild(node, tensors, (self._contents.values[at] for at, kind in found.items() if kind is VALUE))
 
     def _of_optimizer(
-        self, own: torch.optim.Optimizer, stored: Any, classes: Collection[str], is_fitted: bool
+        self, own: torch.optim.Optimizer, stored: Any, classes: Collection[str], raw: Any
     ) -> Iterator[str]:
         if own._optimizer_load_state_dict_pre_hooks:
             return
@@ -229,14 +229,14 @@ class ObjectChecks:
                 "asyncckpt.load, make the keys of its 'state' int, and call load_state_dict"
             )
             return
-        if other := _other_class(own, classes, *_options(own, groups)):
+        if other := _other_class(own, classes, *_options(own, groups if raw is None else raw["param_groups"])):
             yield other
         found = [len(group.get("params", [])) for group in groups]
         sizes = [len(group["params"]) for group in own.param_groups]
         if found != sizes:
             yield f"has groups of {sizes} parameters, the checkpoint {found}"
             return
-        if not is_fitted:
+        if raw is None:
             yield from self._other_order(own, groups)
         keeps, entries = _KEEPS.get(type(own).__name__), [*stored["state"].values()]
         if keeps and any(isinstance(each, Mapping) and each and keeps not in each for each in entries):

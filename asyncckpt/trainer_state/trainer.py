@@ -83,12 +83,15 @@ class TrainerState:
         for name, part in self._inner_objects.items():
             part.load_state_dict(state[name])
 
-    def _check_state(self, state: Any) -> None:
+    def _check_parts(self, state: Any) -> None:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state)
         if not isinstance(state, Mapping) or state.keys() != self._inner_objects.keys():
             raise IncompatibleError(
                 "the saved state of the trainer has other parts", found=found, expected=sorted(self._inner_objects)
             )
+
+    def _check_state(self, state: Any) -> None:
+        self._check_parts(state)
         for name, part in self._inner_objects.items():
             if hasattr(type(part), "_check_state"):
                 part._check_state(state[name])

@@ -192,3 +192,84 @@ def test_a_resize_begins_anew_where_a_state_has_containers_of_tensors(tmp_path: 
     report, _ = restore(tmp_path, now, resize=["m"])
     assert list(report.missing) == ["o of m.a.weight"]
     now["o"].step()
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (torch.optim.Adadelta, torch.optim.SGD),
+        (torch.optim.Adagrad, torch.optim.RMSprop),
+        (torch.optim.SGD, torch.optim.Adagrad),
+        (torch.optim.RMSprop, torch.optim.Rprop),
+        (torch.optim.SGD, torch.optim.Adam),
+    ],
+)
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_one_of_another_class_in_a_trainer_state_stays_also_where_the_model_has_changed(
+    tmp_path: Path, was: Any, now: Any, has_changed: bool
+) -> None:
+    """Its groups had the options of the new one by then, so that nothing told them apart."""
+
+    def made(kind: Any, layers: int, lr: float) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(layers)])
+        optimizer = kind(model.named_parameters(), lr=lr)
+        return model, optimizer, {"model": model, "trainer": TrainerState(opt=optimizer)}
+
+    model, optimizer, state = made(was, 1, 0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with asyncckpt.Checkpointer(tmp_path, every=1, **state) as ckpt:
+        ckpt.save_now(1)
+    model, optimizer, state = made(now, 2 if has_changed else 1, 0.5)
+    with asyncckpt.Checkpointer(tmp_path, every=99, **state) as ckpt:
+        with pytest.warns(RuntimeWarning, match="stays as it is"):
+            ckpt.restore(strict=False)
+        assert ckpt.report is not None
+        assert "trainer.opt" in ckpt.report.missing
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not any(optimizer.state.values()) or now is torch.optim.Adagrad
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("tables", "call"),
+    [
+        (("u", "i"), {}),
+        (("i", "u"), {"strict": False}),
+        (("u", "i", "new"), {"strict": False}),
+        (("u", "x"), {"rename": {"i": "x"}}),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_optimizer_of_tables_in_a_trainer_state_is_fitted_as_one_alone(
+    tmp_path: Path, tables: tuple[str, ...], call: dict[str, Any], inside: bool
+) -> None:
+    """What it would take was checked before it was fitted, so that all of the TrainerState stayed as it was."""
+
+    def made(names: tuple[str, ...]) -> tuple[nn.ModuleDict, Any, torch.optim.Optimizer, dict[str, Any]]:
+        slots = optim.SparseAdam.optimizer_slots()
+        bags = nn.ModuleDict(
+            {name: asyncckpt.nn.HashEmbeddingBag(asyncckpt.HashTable(name, 2, optimizer_slots=slots)) for name in names}
+        )
+        sparse, linear = optim.SparseAdam(bags, lr=0.1), nn.Linear(2, 2)
+        dense = torch.optim.Adam(linear.named_parameters(), lr=0.1)
+        parts = {"trainer": TrainerState(sparse=sparse, dense=dense)} if inside else {"s": sparse, "d": dense}
+        return bags, sparse, dense, {"bags": bags, "linear": linear, **parts}
+
+    bags, sparse, dense, state = made(("u", "i"))
+    for _ in range(5):
+        (sum(bag(torch.arange(8).view(4, 2)).sum() for bag in bags.values())).backward()
+        state["linear"](torch.ones(1, 2)).sum().backward()
+        sparse.step()
+        dense.step()
+    with asyncckpt.Checkpointer(tmp_path, every=1, **state) as ckpt:
+        ckpt.save_now(1)
+    bags, sparse, dense, state = made(tables)
+    with asyncckpt.Checkpointer(tmp_path, every=99, **state) as ckpt:
+        ckpt.restore(**call)
+    steps_of = {p.table.name: sparse.state.get(p, {}).get("step", 0) for p in sparse.param_groups[0]["params"]}
+    assert steps_of == {name: 0 if name == "new" else 5 for name in tables}
+    assert len(dense.state) == 2
