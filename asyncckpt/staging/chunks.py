@@ -18,7 +18,7 @@ from asyncckpt.system import register_at_fork
 
 CHUNKS_COUNT = 2
 LEAST_BYTES = 1 << 20
-SHARE = 4  # Each of them may take a quarter of what is spare.
+SHARE = 8  # Each of them may take an eighth of what is to spare: other things take memory, too.
 PLENTY_BYTES = 16 * CHUNK_BYTES  # With so much to spare they are kept.
 
 
