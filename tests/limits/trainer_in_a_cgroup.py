@@ -1,5 +1,6 @@
-"""A trainer whose memory is limited: DIR EVERY SEED. It restores, trains a model and a table, and saves every EVERY
-steps; with inf it ends without a save.
+"""A trainer whose memory is limited: DIR EVERY SEED LEVELS, the last of its table.
+
+It restores, trains a model and a table, and saves every EVERY steps; with inf it ends without a save.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncckpt
 STEPS = 9
 
 
-def main(path: str, every: float, seed: int) -> None:
+def main(path: str, every: float, seed: int, levels: int) -> None:
     drawn = random.Random(seed)
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.randn(1 << 20)) for _ in range(drawn.randint(2, 24))]
@@ -24,7 +25,7 @@ def main(path: str, every: float, seed: int) -> None:
     kind = drawn.choice([torch.optim.AdamW, torch.optim.SGD])
     optimizer = kind(model.parameters(), lr=0.1)
     table: asyncckpt.HashTable | asyncckpt.MultiLevelTable = asyncckpt.HashTable("t", 16, capacity=1 << 18)
-    if drawn.random() < 0.5:
+    if levels > 1:
         table = asyncckpt.MultiLevelTable("t", 16, cache_rows=1 << 14, capacity=1 << 18)
     deltas = drawn.choice([None, asyncckpt.DeltaPolicy()])
     keep = drawn.choice([None, 2])
@@ -44,4 +45,4 @@ def main(path: str, every: float, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], math.inf if sys.argv[2] == "inf" else int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], math.inf if sys.argv[2] == "inf" else int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

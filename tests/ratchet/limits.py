@@ -79,7 +79,7 @@ BUDGET = {
         SPREAD: 552,
         STAGES: 932,
         HEARD: 320,
-        NIGHT: 1692,
+        NIGHT: 1708,
     },
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2, NIGHT: 3},
