@@ -16,25 +16,26 @@ CLASSES_OF: dict[type, tuple[ModuleType, ...]] = {
     torch.optim.Optimizer: (torch.optim,),
     lr_scheduler.LRScheduler: (lr_scheduler, swa_utils),
 }
+TABLE_OPTIMIZERS = frozenset(("SparseSGD", "SparseAdagrad", "SparseAdam", "SparseAdamW", "SparseFTRL"))
 
 
-def is_torchs(name: str, base: type) -> bool:
-    """Return whether torch has a class of this name among those that are derived from a base of `CLASSES_OF`."""
-    return any(hasattr(module, name) for module in CLASSES_OF[base])
+def is_known_class(name: str, base: type) -> bool:
+    """Return whether torch, or asyncckpt.optim, has a class of this name derived from a base of `CLASSES_OF`."""
+    return name in TABLE_OPTIMIZERS or any(hasattr(module, name) for module in CLASSES_OF[base])
 
 
 def class_names(owner: Any) -> tuple[str, ...]:
     """Return the name of the class of an optimizer or scheduler, and of those that it is derived from, its own first.
 
-    Empty for all other objects, and for one with a load_state_dict of its own: that of a wrapper may be of anything.
+    "AdamW,Adam=name" for each such part of a TrainerState. Empty for others, and for a wrapper, with a load of its own.
     """
-    if isinstance(owner, torch.optim.Optimizer):
-        base: type = torch.optim.Optimizer
-        if type(owner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-            return ()
-    elif isinstance(owner, lr_scheduler.LRScheduler):
-        base = lr_scheduler.LRScheduler
-    else:
+    if (parts := getattr(owner, "_inner_objects", None)) is not None:
+        return tuple(f"{','.join(names)}={key}" for key, part in parts.items() if (names := class_names(part)))
+    base = next((base for base in CLASSES_OF if isinstance(owner, base)), None)
+    loads = (
+        type(owner).load_state_dict if base is torch.optim.Optimizer and not hasattr(owner, "_check_state") else None
+    )
+    if base is None or loads not in (None, torch.optim.Optimizer.load_state_dict):
         return ()
     classes = type(owner).__mro__
     return tuple(cls.__name__ for cls in classes[: classes.index(base)])

@@ -29,7 +29,7 @@ from asyncckpt.format.tree import Node, Path, composites, descend, kinds_in, lea
 from asyncckpt.format.values import COMPOSITE
 from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_targets import Rebuilt
-from asyncckpt.plan.object_checks import is_optimizer_state, loads_as
+from asyncckpt.plan.object_checks import is_optimizer_state, loads_as, other_class
 from asyncckpt.plan.rename import Names
 from asyncckpt.plan.state import flatten
 from asyncckpt.plan.which_parameter import Parameters, sizes_of
@@ -81,9 +81,13 @@ class Changes:
                 below[begin].append(name)
         if strict and (unknown := [old for old, new in rename.items() if not (below.get(old) or below.get(new))]):
             raise UsageError("rename has unknown names", found=sorted(unknown), expected=sorted(tensors | tables)[:16])
-        own, chosen = {*own_tables, *_names_in(flatten(own_state).tree)}, dict[str, str]()
+        flat, chosen = flatten(own_state), dict[str, str]()
+        own = {*own_tables, *_names_in(flat.tree)}
+        objects = {path_name(path) for path, owner in flat.stateful if isinstance(owner, torch.optim.Optimizer)}
         for old, new in rename.items():
             called = {name: new + name[len(old) :] for name in below.get(old, ())}
+            # An optimizer has all that is stored of it, whatever it has kept so far.
+            own |= {name for pair in called.items() for name in pair if not objects.isdisjoint(_begins([name]))}
             wanted = _not_renamed_yet(called, below.get(new, ()), tables, tensors, own)
             chosen |= {old: new} if wanted and len(wanted) == len(called) else {name: called[name] for name in wanted}
         names = Names(chosen)
@@ -210,12 +214,13 @@ class ChangedStates:
             for name, number in zip(group["tables"], group["params"], strict=True)
         }
         was_in = _Groups([each["tables"] for each in groups], sources)
+        is_other = other_class(own, self._contents.classes.get(item.path, ()), set(), set())
         for number, (group, live) in enumerate(zip(now["param_groups"], own.param_groups, strict=True)):
             options = own.defaults.keys() & group.keys() - {"slots", "differentiable"}  # The second is torch's.
             was = was_in.same_as(group["tables"])
             if was != number:
                 self.regrouped.add(id(own))
-            if was is not None and options <= groups[was].keys():  # Else it is of an optimizer with other rules.
+            if was is not None and options <= groups[was].keys() and not is_other:  # Else it has other rules.
                 group |= {name: groups[was][name] for name in options}
             for name, number, parameter in zip(group["tables"], group["params"], live["params"], strict=True):
                 if id(parameter.table) not in self._tables:

@@ -213,7 +213,7 @@ class CompositeLoads:
         if item.is_module:
             stored = {path: facts for path, facts in stored.items() if any(map(is_extra_state, path))}
         own, saved = class_names(item.owner), contents.classes.get(item.path, ())
-        if stored and own and saved and own[0] != saved[0]:
+        if stored and own and saved and own[0] not in saved:
             kind = next(iter(stored.values())).class_name
             self.problems.append(f"{name!r} is of class {own[0]!r}, the checkpoint has {kind} of a {saved[0]!r}")
             return

@@ -26,7 +26,7 @@ from torch.optim import lr_scheduler
 from asyncckpt.errors import CheckpointError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import VALUE, Path, descend, leaves, path_name, rebuild
-from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_torchs
+from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_known_class
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
 
@@ -172,6 +172,8 @@ class ObjectChecks:
                 own._check_parts(stored)  # Each of them is checked as it is fitted.
                 return self._of_inner(item, stored)
             if hasattr(type(own), "_check_state"):
+                if self._strict and class_names(own) and (other := other_class(own, classes, set(), set())):
+                    return [f"{name!r} {other}"]
                 own._check_state(stored)
                 return []
             if isinstance(own, torch.optim.Optimizer):
@@ -223,13 +225,15 @@ class ObjectChecks:
         if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
             yield "is an optimizer, and no state of one was saved"
             return
-        if _is_text(stored.get("state"), [number for group in groups for number in group.get("params", [])]):
+        numbers = [number for group in groups for number in group.get("params", [])]
+        state = stored.get("state", {})
+        if any(type(number) is int and number not in state and str(number) in state for number in numbers):
             yield (
                 "was saved by DCP as an optimizer's own state dict, with text for the numbers of parameters: get it by "
                 "asyncckpt.load, make the keys of its 'state' int, and call load_state_dict"
             )
             return
-        if other := _other_class(own, classes, *_options(own, groups if raw is None else raw["param_groups"])):
+        if other := other_class(own, classes, *_options(own, groups if raw is None else raw["param_groups"])):
             yield other
         found = [len(group.get("params", [])) for group in groups]
         sizes = [len(group["params"]) for group in own.param_groups]
@@ -238,13 +242,12 @@ class ObjectChecks:
             return
         if raw is None:
             yield from self._other_order(own, groups)
-        keeps, entries = _KEEPS.get(type(own).__name__), [*stored["state"].values()]
+        keeps, entries = _KEEPS.get(type(own).__name__), [*state.values()]
         if keeps and any(isinstance(each, Mapping) and each and keeps not in each for each in entries):
             yield f"keeps {keeps!r} of parameters, and the checkpoint has none of it: it is of another class"
             return
-        numbers = [number for group in groups for number in group.get("params", [])]
         parameters = [parameter for group in own.param_groups for parameter in group["params"]]
-        yield from _other_shapes(own, dict(zip(numbers, parameters, strict=True)), stored.get("state"))
+        yield from _other_shapes(own, dict(zip(numbers, parameters, strict=True)), state)
 
     def _other_order(self, own: torch.optim.Optimizer, groups: list[Any]) -> Iterator[str]:
         """Compare what the stored names of parameters belong to with what these are loaded from."""
@@ -315,13 +318,6 @@ def is_optimizer_state(stored: Any) -> bool:
     )
 
 
-def _is_text(state: Any, numbers: Collection[Any]) -> bool:
-    """Return whether the keys of states are the text of the numbers of parameters."""
-    return isinstance(state, Mapping) and any(
-        type(number) is int and number not in state and str(number) in state for number in numbers
-    )
-
-
 def _options(own: torch.optim.Optimizer, groups: list[Any]) -> tuple[set[str], set[str]]:
     """Return options that an optimizer has and the stored groups lack, and those that only these have."""
     if not groups or not own.param_groups:
@@ -329,23 +325,23 @@ def _options(own: torch.optim.Optimizer, groups: list[Any]) -> tuple[set[str], s
     return set(own.defaults) - set(groups[0]), set(groups[0]) - set(own.param_groups[0])
 
 
-def _other_class(own: Any, classes: Collection[str], lacking: set[str], unknown: set[str]) -> str | None:
+def other_class(own: Any, classes: Collection[str], lacking: set[str], unknown: set[str]) -> str | None:
     """Return that a state is one of another class, with other options; None: it is not, or nobody can tell.
 
     classes: those of the object that was saved, as far as they are known.
     """
     names = class_names(own)
     base = next(base for base in CLASSES_OF if isinstance(own, base))
-    ours, theirs = (next((name for name in item if is_torchs(name, base)), None) for item in (names, classes))
+    ours, theirs = (next((name for name in item if is_known_class(name, base)), None) for item in (names, classes))
     if not set(names).isdisjoint(classes) and (ours == theirs or not (ours and theirs)):  # AdamW is an Adam to torch.
         return None
-    is_scheduler, is_torchs_own = base is lr_scheduler.LRScheduler, bool(names) and ours == names[0]
+    is_scheduler, is_own = base is lr_scheduler.LRScheduler, bool(names) and ours == names[0]
     is_adams = "amsgrad" in unknown  # No version of torch has taken it from a class.
     lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER
-    # One within another object, or a plain state dict, is stored without its classes: what torch's own ones always have
+    # A plain state dict, or one of before they were kept, is stored without classes: what torch's own ones always have
     # tells whether it is the one that is here.
-    is_known = is_torchs_own and not classes and ((is_scheduler and (lacking or unknown)) or is_adams)
-    is_foreign = is_scheduler and (classes or not is_torchs_own)
+    is_known = is_own and not classes and ((is_scheduler and (lacking or unknown)) or is_adams)
+    is_foreign = is_scheduler and (classes or not is_own)
     if not (ours and theirs) and not is_known and (is_foreign or not (lacking and unknown)):
         return None
     saved = f"state of {next(iter(classes))!r}" if classes else "state of another class"
@@ -385,7 +381,7 @@ def _of_scheduler(own: Any, stored: Any, classes: Collection[str], more: tuple[s
         {key for key in item if key == "_schedulers" or not str(key).startswith("_")} - _NOT_ALWAYS
         for item in (state, stored)
     ]
-    if other := _other_class(own, classes, public[0] - public[1], public[1] - public[0]):
+    if other := other_class(own, classes, public[0] - public[1], public[1] - public[0]):
         yield other
         return
     for key in (*_ASKED_FOR, *more):

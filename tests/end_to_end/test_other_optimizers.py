@@ -5,6 +5,7 @@ The oracle is an optimizer that nothing was loaded into.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 import asyncckpt
 from asyncckpt import optim
 from asyncckpt.errors import IncompatibleError
+from asyncckpt.model.object_classes import TABLE_OPTIMIZERS
 from asyncckpt.trainer_state import StepCounter, TrainerState
 from tests.end_to_end.test_changed_optimizers import State, layer, layers, restore, save, steps
 
@@ -273,3 +275,96 @@ def test_an_optimizer_of_tables_in_a_trainer_state_is_fitted_as_one_alone(
     steps_of = {p.table.name: sparse.state.get(p, {}).get("step", 0) for p in sparse.param_groups[0]["params"]}
     assert steps_of == {name: 0 if name == "new" else 5 for name in tables}
     assert len(dense.state) == 2
+
+
+def kept(path: Path, state: State) -> None:
+    with asyncckpt.Checkpointer(path, every=9, options={"durability": "none"}, **state) as ckpt:
+        ckpt.save_now(0)
+
+
+ADAM_LIKE = ("Adam", "AdamW", "RAdam", "NAdam")
+
+
+@pytest.mark.parametrize(("was", "now"), list(itertools.permutations(ADAM_LIKE, 2)))
+@pytest.mark.parametrize("strict", [True, False])
+def test_adams_in_a_trainer_state_are_told_apart(tmp_path: Path, was: str, now: str, strict: bool) -> None:
+    """They have the same keys, so the one went on as the other, with moments of other meaning."""
+
+    def made(kind: str, lr: float) -> tuple[torch.optim.Optimizer, State]:
+        model = layers("a")
+        optimizer = getattr(torch.optim, kind)(model.named_parameters(), lr=lr)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return optimizer, {"m": model, "t": TrainerState(StepCounter(3 if lr == 0.25 else 0), o=optimizer)}
+
+    optimizer, state = made(was, 0.25)
+    optimizer.step()
+    kept(tmp_path, state)
+    optimizer, state = made(now, 0.5)
+    if strict:
+        with pytest.raises(
+            IncompatibleError, match=rf"'t.o' is of class '{now}', the checkpoint has the state of '{was}'"
+        ):
+            restore(tmp_path, state)
+        assert int(state["t"].step) == 0
+    else:
+        report, _ = restore(tmp_path, state, strict=False)
+        assert list(report.missing) == ["t.o"]
+        assert int(state["t"].step) == 3
+    assert (optimizer.param_groups[0]["lr"], len(optimizer.state)) == (0.5, 0)
+
+
+def test_schedules_in_a_trainer_state_are_told_apart(tmp_path: Path) -> None:
+    """LambdaLR and MultiplicativeLR have the same state."""
+
+    def made(kind: Any) -> State:
+        optimizer = torch.optim.SGD(layers("a").parameters(), lr=1.0)
+        return {"t": TrainerState(o=optimizer, s=kind(optimizer, lambda _: 0.5))}
+
+    kept(tmp_path, made(torch.optim.lr_scheduler.LambdaLR))
+    state = made(torch.optim.lr_scheduler.MultiplicativeLR)
+    with pytest.raises(IncompatibleError, match=r"'t.s' is of class 'MultiplicativeLR'"):
+        restore(tmp_path, state)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("was", "now"), list(itertools.permutations([optim.SparseAdam, optim.SparseAdamW])))
+def test_adamw_of_tables_is_not_adam(tmp_path: Path, was: Any, now: Any, inside: bool) -> None:
+    """It took the weight decay of the other one, which means something else there."""
+
+    def made(kind: Any, decay: float) -> tuple[Any, State]:
+        table = asyncckpt.HashTable("u", 2, optimizer_slots=kind.optimizer_slots())
+        bag = asyncckpt.nn.HashEmbeddingBag(table)
+        own = kind(bag, lr=0.1, weight_decay=decay)
+        return own, {"bag": bag, "o": TrainerState(s=own) if inside else own}
+
+    own, state = made(was, 0.25)
+    for _ in range(2):
+        state["bag"](torch.arange(4).view(2, 2)).sum().backward()
+        own.step()
+    kept(tmp_path, state)
+    own, state = made(now, 0.5)
+    with pytest.raises(IncompatibleError, match=rf"is of class '{now.__name__}', the checkpoint has the state of"):
+        restore(tmp_path, state)
+    restore(tmp_path, state, strict=False)
+    assert own.param_groups[0]["weight_decay"] == 0.5
+    assert [own.state[each]["step"] for each in own.parameters()] == [2]  # With the moments of both.
+
+
+def test_a_class_of_a_program_derived_from_that_of_tables_is_the_same(tmp_path: Path) -> None:
+    class Own(optim.SparseAdam):
+        pass
+
+    def made(kind: Any, lr: float) -> tuple[Any, State]:
+        bag = asyncckpt.nn.HashEmbeddingBag(asyncckpt.HashTable("u", 2, optimizer_slots=kind.optimizer_slots()))
+        own = kind(bag, lr=lr)
+        return own, {"bag": bag, "o": own}
+
+    kept(tmp_path, made(Own, 0.25)[1])
+    own, state = made(optim.SparseAdam, 0.5)
+    restore(tmp_path, state)
+    assert own.param_groups[0]["lr"] == 0.25
+
+
+def test_all_optimizers_of_tables_are_known_by_name() -> None:
+    assert set(optim.__all__) == TABLE_OPTIMIZERS

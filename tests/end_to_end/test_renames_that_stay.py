@@ -5,6 +5,7 @@ The oracle is the model that was saved: what a name becomes is known here, for t
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,30 @@ def test_random_names(tmp_path: Path, seed: int) -> None:
         wanted = facts(state)
         with asyncckpt.Saver(path=tmp_path, tensors=state, durability="none") as saver:
             saver.save(10 * step)
+
+
+@pytest.mark.parametrize("stepped", list(itertools.product([False, True], repeat=4)))
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_optimizer_has_one_name_whatever_it_has_kept_so_far(
+    tmp_path: Path, stepped: tuple[bool, ...], strict: bool
+) -> None:
+    """What one of both kept, and the other one not, was told by its parts: they were mixed, or refused."""
+    call: State = {"strict": strict, "rename": {"o": "p"}}
+
+    def made(*, old: bool, new: bool, lr: float) -> State:
+        model = layers("ab")
+        optimizers = {
+            name: torch.optim.Adam(model[key].named_parameters(), lr=lr) for name, key in (("p", "a"), ("o", "b"))
+        }
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, lr)
+        for name, is_stepped in (("o", old), ("p", new)):
+            if is_stepped:
+                optimizers[name].step()
+        return {"model": model, **optimizers}
+
+    was = made(old=stepped[0], new=stepped[1], lr=0.25)
+    save(tmp_path, was)
+    now = made(old=stepped[2], new=stepped[3], lr=0.5)
+    restore(tmp_path, now, **call)
+    assert str([now[name].state_dict() for name in "op"]) == str([was[name].state_dict() for name in "op"])
