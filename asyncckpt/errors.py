@@ -94,6 +94,12 @@ def _resolve_on_rank_0() -> bool:
 class CorruptError(CheckpointError):
     """Bytes on disk are not what was written."""
 
+    def within(self, path: object) -> CorruptError:
+        """Return a new one that says in which directory or store, too."""
+        found = CorruptError(str(self) if str(path) in str(self) else f"in {str(path)!r}: {self}")
+        found.hint = self.hint
+        return found
+
 
 class IncompatibleError(CheckpointError):
     """The checkpoint was written by a newer version, or does not fit the target it is loaded into."""

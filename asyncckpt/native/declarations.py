@@ -12,7 +12,7 @@ from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint8, c_uint32, c_uint
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 LIBRARY_NAME = "libasyncckpt.so"
 
 OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
@@ -100,6 +100,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_idmap_free": (None, [c_void_p]),
     "ac_idmap_size": (c_uint64, [c_void_p]),
     "ac_idmap_rows_end": (c_uint64, [c_void_p]),
+    "ac_idmap_bytes": (c_uint64, [c_void_p]),
     "ac_idmap_ids": (c_void_p, [c_void_p]),
     "ac_idmap_reserve": (c_int32, [c_void_p, c_uint64, _ERROR]),
     "ac_idmap_find": (c_int32, [c_void_p, c_void_p, c_uint64, c_void_p, _ERROR]),

@@ -322,6 +322,10 @@ class NativeIdMap:
     def rows_end(self) -> int:
         return int(self._library.ac_idmap_rows_end(self._handle))
 
+    @property
+    def bytes(self) -> int:
+        return int(self._library.ac_idmap_bytes(self._handle))
+
     def ids_by_row(self) -> I64:
         count = self.rows_end
         if not count:
@@ -342,8 +346,7 @@ class NativeIdMap:
             contract.check_marks(marks[0], writable=True)
             contract.check_mark(marks[1], name="mark")
             mark_places = marks[0].ctypes.data, len(marks[0]), marks[1]
-        rows, new_rows = np.empty_like(ids), np.empty_like(ids)
-        new_count = c_uint64()
+        rows, new_rows, new_count = np.empty_like(ids), np.empty_like(ids), c_uint64()
         places = ids.ctypes.data, len(ids), rows.ctypes.data, new_rows.ctypes.data
         call(self._library.ac_idmap_insert, self._handle, *places, byref(new_count), *mark_places)
         return rows, new_rows[: new_count.value].copy()
@@ -357,11 +360,10 @@ class NativeIdMap:
             runs: I64 = np.empty((room, 2), dtype=np.int64)
             count = c_uint64()
             call(self._library.ac_idmap_runs, self._handle, runs.ctypes.data, room, byref(count))
-            found = int(count.value)
-            if found <= room:
-                used: I64 = runs[:found].copy()
+            used: I64 = runs[: count.value].copy()
+            if count.value <= room:
                 return used
-            room = found
+            room = count.value
 
     def clear(self) -> None:
         self._library.ac_idmap_clear(self._handle)
@@ -380,8 +382,7 @@ def _handle_of(address: int | None) -> int:
 
 
 def row_begins(bytes: Sequence[int] | I64 | U64) -> I64:
-    """Return at which row of digests each block begins, and the last one ends: int64 [blocks + 1]. A block has a row
-    for its digest, then those of its leaves, if it has several (docs/format.md, "The digest")."""
+    """Return the first row of each block among digests, and the end: int64 [blocks + 1]; see "The digest" in docs/format.md."""
     sizes = np.asarray(bytes, dtype=np.int64)
     counts = 1 + np.where(sizes > LEAF_BYTES, -(-sizes // LEAF_BYTES), 0)
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from asyncckpt.native.contract import I64, U8, check_ids, check_mark, check_marks
@@ -21,6 +23,10 @@ class TwinIdMap:
     @property
     def rows_end(self) -> int:
         return self._rows_end
+
+    @property
+    def bytes(self) -> int:  # An int of Python takes 32.
+        return sys.getsizeof(self._row_of) + 64 * len(self) + self._ids.nbytes + self._live.nbytes
 
     def ids_by_row(self) -> I64:
         return self._ids[: self._rows_end]

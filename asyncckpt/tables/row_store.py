@@ -61,8 +61,8 @@ class Level:
         return self._tensors
 
     def bytes(self) -> int:
-        """Return the memory of the columns but `id`, used or not."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        """Return the memory of ids, their index and the columns, used or not."""
+        return self._ids.bytes + sum(tensor.nbytes for tensor in self._tensors.values())
 
     def written_by_others(self) -> list[str]:
         """Return the columns that other code has written since the last call, as far as torch counts it."""
@@ -184,6 +184,10 @@ class RowStore(Level):
     def __len__(self) -> int:
         """How many ids there are; the only method that needs no lock."""
         return self.ids_held.count
+
+    def bytes(self) -> int:
+        """Return the memory of a level, and of the marks."""
+        return super().bytes() + self.marks.bytes
 
     def insert(self, ids: I64, *, filled: Collection[str] = (), touch: bool = False) -> I64:
         """Give every id a row and return the rows; new ones hold initial values, except in the columns `filled`.

@@ -144,10 +144,10 @@ class StoredTable(LockedTable):
         """
         with self._lock.hold("shrinking"):
             self._begin()
-            bytes = self._store.bytes()
+            bytes = self._bytes()
             self._empty_cache()
             self._store.shrink()
-            return bytes - self._store.bytes()
+            return bytes - self._bytes()
 
     def ids_held(self) -> IdsHeld:
         """Return how many ids there are, and of a replica the sum of their fingerprints. Does not wait for the lock."""
@@ -263,8 +263,11 @@ class StoredTable(LockedTable):
         return self._store.read_all(only=only)
 
     def _statistics(self) -> TableStatistics:
-        bytes = sum(level.bytes() for level in self._levels_in_use())
-        return TableStatistics(rows_count=len(self), capacity=self.capacity, bytes=bytes, **asdict(self._store.counts))
+        counts = asdict(self._store.counts)
+        return TableStatistics(rows_count=len(self), capacity=self.capacity, bytes=self._bytes(), **counts)
+
+    def _bytes(self) -> int:
+        return sum(level.bytes() for level in self._levels_in_use())
 
     def _remove(self, ids: I64) -> int:
         return self._store.remove(ids)

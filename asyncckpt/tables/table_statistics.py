@@ -29,7 +29,7 @@ class TableStatistics:
 
     rows_count      ids that have a row now
     capacity        rows that there is room for (in the host level, if there are two)
-    bytes           memory of the columns of all levels, used or not, on the host and on devices
+    bytes           memory of ids, their index, columns and marks of all levels, used or not, on the host and on devices
     hits_count      ids in lookups that had a row, repeated ones too
     misses_count    ids in lookups that had none: those that got one count once, others as often as they are repeated
     inserted_count  ids that got a row, in lookups, inserts and loads

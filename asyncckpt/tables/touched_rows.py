@@ -64,6 +64,11 @@ class TouchedRows:
         self._removed = EpochLog()
         self._begun = EpochLog()
 
+    @property
+    def bytes(self) -> int:
+        """The memory of the marks, used or not."""
+        return self._marks.nbytes
+
     # -- writes --------------------------------------------------------------------------------------------------------
 
     def mark(self, rows: I64) -> None:

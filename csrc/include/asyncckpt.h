@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_ABI_VERSION 10u
+#define AC_ABI_VERSION 11u
 #define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
 #define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
 #define AC_DIGEST_BYTES 16u
@@ -239,6 +239,7 @@ AC_API ac_idmap* ac_idmap_new(uint64_t capacity); /* NULL: no memory */
 AC_API void ac_idmap_free(ac_idmap* map);
 AC_API uint64_t ac_idmap_size(const ac_idmap* map);     /* ids present */
 AC_API uint64_t ac_idmap_rows_end(const ac_idmap* map); /* one past the highest row ever used */
+AC_API uint64_t ac_idmap_bytes(const ac_idmap* map);    /* memory of the map, used or not */
 AC_API const int64_t* ac_idmap_ids(const ac_idmap* map); /* id by row, rows_end long; undefined at free rows; valid until the next insert, reserve or clear */
 AC_API int32_t ac_idmap_reserve(ac_idmap* map, uint64_t capacity, ac_error* error);
 /* rows: -1 for an absent id. */

@@ -21,6 +21,9 @@ class IdMap {
   uint64_t size() const { return size_; }
   uint64_t rows_end() const { return rows_end_; }
   const int64_t* ids() const { return ids_.data(); }
+  uint64_t bytes() const {
+    return slots_.bytes() + ids_.bytes() + used_.bytes() + free_rows_.capacity() * sizeof(int64_t);
+  }
 
   // Throw std::bad_alloc or Error, and then leave the map as it was.
   void reserve(uint64_t capacity);
@@ -45,7 +48,8 @@ class IdMap {
   class Column {
    public:
     Value* data() const { return reinterpret_cast<Value*>(mapping_.data()); }
-    uint64_t room() const { return mapping_.bytes() / sizeof(Value); }
+    uint64_t bytes() const { return mapping_.bytes(); }
+    uint64_t room() const { return bytes() / sizeof(Value); }
     void reserve(uint64_t count) {
       if (count > room()) mapping_.grow(count * sizeof(Value));
     }

@@ -31,6 +31,8 @@ uint64_t ac_idmap_size(const ac_idmap* map) { return map->map.size(); }
 
 uint64_t ac_idmap_rows_end(const ac_idmap* map) { return map->map.rows_end(); }
 
+uint64_t ac_idmap_bytes(const ac_idmap* map) { return map->map.bytes(); }
+
 const int64_t* ac_idmap_ids(const ac_idmap* map) { return map->map.ids(); }
 
 int32_t ac_idmap_reserve(ac_idmap* map, uint64_t capacity, ac_error* error) {

@@ -217,6 +217,7 @@ def _disturb_load(root: Path, fault: DiskFault) -> tuple[str, bool]:
     elif fault.error:
         assert isinstance(error, IOFailedError), f"raised {error!r}"
         assert error.errno == fault.error, f"{error!r} has errno {error.errno}"
+    if error is not None:
         check_told(error, root)
     outcome = LOADED if error is None else type(error).__name__
     step = state.load(root)

@@ -63,7 +63,10 @@ def run_compaction(
     step = newest_step(root) if step is None else step
     with claims.compaction(root, step) as claim:
         going = being_removed(root)
-        chain = read_chain(root, step)
+        try:
+            chain = read_chain(root, step)
+        except CorruptError as error:
+            raise error.within(root.path) from error
         if chain.newest.head.folder_name in going:
             raise NotFoundError(f"step {step} of {str(root.path)!r} is being removed")
         if chain.newest.head.kind == "full":
@@ -80,7 +83,7 @@ def run_compaction(
                     published = background.run(lambda: transaction.commit(draft), "a compaction")
         except CorruptError as error:
             if _is_there(root, chain.newest):
-                raise
+                raise error.within(root.path) from error
             what = f"step {step} of {str(root.path)!r} was removed, or saved again, while it was compacted"
             raise NotFoundError(what) from error
         except (OSError, MemoryError) as error:

@@ -138,6 +138,8 @@ def run_load(
                 report = load_open(root, request, look_again(root, look), on_read)
         except (CorruptError, NotFoundError) as error:
             if step is None or step in passed_over or not request.fallback:
+                if isinstance(error, CorruptError):
+                    raise error.within(root.path) from error
                 raise
             passed_over[step] = error
         except IncompatibleError as error:
