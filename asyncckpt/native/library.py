@@ -382,7 +382,7 @@ def _handle_of(address: int | None) -> int:
 
 
 def row_begins(bytes: Sequence[int] | I64 | U64) -> I64:
-    """Return the first row of each block among digests, and the end: int64 [blocks + 1]; see "The digest" in docs/format.md."""
+    """Return the first row of each block among digests, and the end: int64 [blocks + 1] (docs/format.md)."""
     sizes = np.asarray(bytes, dtype=np.int64)
     counts = 1 + np.where(sizes > LEAF_BYTES, -(-sizes // LEAF_BYTES), 0)
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
