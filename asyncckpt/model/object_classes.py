@@ -27,10 +27,8 @@ def is_known_class(name: str, base: type) -> bool:
 def class_names(owner: Any) -> tuple[str, ...]:
     """Return the name of the class of an optimizer or scheduler, and of those that it is derived from, its own first.
 
-    "AdamW,Adam=name" for each such part of a TrainerState. Empty for others, and for a wrapper, with a load of its own.
+    Empty for others, and for one with a load_state_dict of its own: that of a wrapper may be of anything.
     """
-    if (parts := getattr(owner, "_inner_objects", None)) is not None:
-        return tuple(f"{','.join(names)}={key}" for key, part in parts.items() if (names := class_names(part)))
     base = next((base for base in CLASSES_OF if isinstance(owner, base)), None)
     loads = (
         type(owner).load_state_dict if base is torch.optim.Optimizer and not hasattr(owner, "_check_state") else None

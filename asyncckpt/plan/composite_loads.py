@@ -10,7 +10,7 @@ in a state dict, which is a model's by its memory alone, these are checked and c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from asyncckpt.format.composite import Composite, context_value
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Compose, Path, composites, descend, path_name, rebuild, tensor_paths
-from asyncckpt.model.object_classes import class_names
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan import layouts
 from asyncckpt.plan.composite_tensors import parts_of, place_of
@@ -70,7 +69,7 @@ class CompositeLoads:
         chain: Chain,
         contents: Contents,
         targets: DenseTargets,
-        objects: Iterable[Rebuilt],
+        objects: Sequence[Rebuilt],
         loads: Iterable[tuple[InPlace | None, StoredDense]],
     ) -> None:
         self.problems: list[str] = []
@@ -107,7 +106,7 @@ class CompositeLoads:
                     f"{_GIVE_MODULE if target.path[:-2] in self._dicts else ''}"
                 )
         there = {item.path for item in contents.dense.values()}
-        plain = {leaf.path for leaf in targets.in_place}.union(*(item.tensors for item in targets.rebuilt))
+        plain = {leaf.path for leaf in targets.in_place}.union(*(item.tensors for item in objects))
         self.problems += [
             f"{path_name(path)!r} is a plain tensor, a {facts.class_name} in the checkpoint"
             for path, facts in self._stored.items()
@@ -207,16 +206,11 @@ class CompositeLoads:
 
     def _add_makers(self, item: Rebuilt, contents: Contents) -> None:
         """Try to make each composite of which an object gets a new one: in its state, of a module in extra states."""
-        makers, name = Makers(item), path_name(item.path)
+        makers = Makers(item)
         self.compose[item.path] = makers.make
         stored = {path: facts for path, facts in self._stored.items() if path[: len(item.path)] == item.path}
         if item.is_module:
             stored = {path: facts for path, facts in stored.items() if any(map(is_extra_state, path))}
-        own, saved = class_names(item.owner), contents.classes.get(item.path, ())
-        if stored and own and saved and own[0] not in saved:
-            kind = next(iter(stored.values())).class_name
-            self.problems.append(f"{name!r} is of class {own[0]!r}, the checkpoint has {kind} of a {saved[0]!r}")
-            return
         dense = {item.path: item for item in contents.dense.values()} if stored else {}
         for path, facts in stored.items():
             if path in item.composites:

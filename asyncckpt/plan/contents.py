@@ -214,9 +214,7 @@ def _shared(parts: Sequence[RankPart]) -> Iterator[tuple[int, Mapping[Path, Shar
 
 def _classes(parts: Sequence[RankPart]) -> dict[Path, tuple[str, ...]]:
     named = [part for part in reversed(parts) if part.classes]
-    found = {path: names for part in named for path, names in zip(object_paths(part.tree), part.classes, strict=True)}
-    inner = ((path, *name.partition("=")) for path, names in found.items() for name in names)  # See class_names.
-    return found | {(*path, key): tuple(names.split(",")) for path, names, is_inner, key in inner if is_inner}
+    return {path: names for part in named for path, names in zip(object_paths(part.tree), part.classes, strict=True)}
 
 
 def joined_tree(trees: Sequence[Node]) -> Node:

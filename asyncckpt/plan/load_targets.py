@@ -46,7 +46,7 @@ from asyncckpt.format.values import COMPOSITE, MAPPINGS
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.leaf_memory import check_leaf, overlaps_itself, span
-from asyncckpt.plan.module_state import PLAIN_TENSORS
+from asyncckpt.plan.module_state import PLAIN_TENSORS, objects_in
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.state import FlatState, flatten
 from asyncckpt.plan.wrapped_names import outer_prefix
@@ -258,13 +258,13 @@ def _rebuilt(flat: FlatState, state: Mapping[str, Any]) -> dict[Path, Rebuilt]:
     """Return the objects with a state dict by their paths, except those inside of others, which load them."""
     found: dict[Path, Rebuilt] = {}
     for path, owner in flat.stateful:
-        if owner_of(path, found) is not None:
+        if owner_of(path, found) is not None or objects_in(owner) is not None:
             continue
         if not callable(getattr(owner, "load_state_dict", None)):
             raise UsageError(f"state {path_name(path)!r} has state_dict() but no load_state_dict()", found=type(owner))
         tree = descend(flat.tree, path)
         assert tree is not None
-        prefix = outer_prefix(reduce(lambda own, key: own[key_value(key)], path, state))
+        prefix = outer_prefix(reduce(lambda own, key: (objects_in(own) or own)[key_value(key)], path, state))
         found[path] = Rebuilt(path=path, owner=owner, tree=tree, wrapped=flat.wrapped.get(path, {}), prefix=prefix)
     return found
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,13 @@ def state_of(owner: Any) -> Any:
             return reader.state_dict()
         except (_Unusual, TypeError):  # A name is no text.
             pass
-    return owner.state_dict()
+    parts = objects_in(owner)
+    return owner.state_dict() if parts is None else parts
+
+
+def objects_in(owner: Any) -> Mapping[str, Any] | None:
+    """Return the objects in a TrainerState, each of which is saved and loaded as if it stood alone."""
+    return owner._objects_in_it if hasattr(type(owner), "_objects_in_it") else None
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,9 +1,8 @@
 """What is known of the load_state_dict of an object before anything is filled: where it would refuse what was stored,
 or take the state of something else without a word.
 
-Our own objects check a state themselves (`_check_state`), torch's are known here, and nobody knows others: theirs may
-fail when all tensors are filled. What has a state_dict or load_state_dict of its own, or an optimizer with hooks before
-it, is one of these.
+Our own objects check a state themselves (`_check_state`), torch's are known here, and nobody knows others, with a
+load_state_dict of their own or hooks before it: theirs may fail when all tensors are filled.
 
 An optimizer gets moments by the numbers of parameters. They are those of other parameters where the stored names have
 another order, or the stored shapes fit in another order only. Its class is another one where the stored names of its
@@ -14,7 +13,6 @@ were: one may have been made before its optimizer got the last ones.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -24,8 +22,9 @@ import torch
 from torch.optim import lr_scheduler
 
 from asyncckpt.errors import CheckpointError
+from asyncckpt.format.composite import Composite
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.tree import VALUE, Path, descend, leaves, path_name, rebuild
+from asyncckpt.format.tree import VALUE, Path, composites, descend, leaves, path_name, rebuild
 from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_known_class
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
@@ -76,7 +75,6 @@ class ObjectChecks:
         self.left: dict[Path, list[str]] = {}
         self.missing: dict[str, None] = {}
         self.fits: dict[Path, Callable[[Any], Any]] = {}
-        self._inner, self._not_wanted = dict[Path, list[Rebuilt]](), set[Path]()
         self._contents, self._targets, self._loads, self._strict = contents, targets, loads, strict
         self._dense = {item.path: item for item in contents.dense.values()}
         self._was = {} if changes is None else changes.was
@@ -100,18 +98,9 @@ class ObjectChecks:
         filled = {target.path[:end] for target, _ in self._loads if target for end in range(len(target.path))}
         chosen = []
         for item in self._targets.rebuilt:
-            if hasattr(type(item.owner), "_check_state") and hasattr(item.owner, "_inner_objects"):
-                from asyncckpt.plan.inner_objects import inner_objects
-
-                self._inner[item.path] = inner_objects(item)
-        for item in self._targets.rebuilt:
             if not self._contents.has(item.path) and not (item.is_module and item.path in filled):
                 continue
             left_out = [path for path in wanted[item.path] if path not in made]
-            if left_out and item.path in self._inner:
-                from asyncckpt.plan.inner_objects import without_parts
-
-                left_out = without_parts(self._inner[item.path], wanted[item.path], left_out, self._not_wanted)
             if not item.is_module and left_out:
                 if len(left_out) < len(wanted[item.path]):
                     name, at = path_name(left_out[0]), path_name(item.path)
@@ -126,18 +115,13 @@ class ObjectChecks:
             self.unfit += problems
         if self._strict:
             return tuple(chosen)
-        inner = [part for item in chosen if item.path in self._inner for part in self._inner[item.path]]
-        stay = {*self.left, *self._not_wanted}
-        loaded = {id(item.owner) for item in (*chosen, *inner) if item.path not in stay}
-        for part in inner:
-            self._is_of_another(part, loaded)
+        loaded = {id(item.owner) for item in chosen}
         return tuple(item for item in chosen if not self._is_of_another(item, loaded))
 
     def _is_of_another(self, item: Rebuilt, loaded: Collection[int]) -> bool:
         """Leave a schedule as it is whose optimizer stays so, or has other groups: return whether it is one."""
         optimizer = None if item.is_module else getattr(item.owner, "optimizer", None)
-        known = itertools.chain(self._targets.rebuilt, *self._inner.values())
-        is_loaded = id(optimizer) in loaded or all(each.owner is not optimizer for each in known)
+        is_loaded = id(optimizer) in loaded or all(each.owner is not optimizer for each in self._targets.rebuilt)
         are_same = self._changed is None or id(optimizer) not in self._changed.regrouped
         if optimizer is None or (is_loaded and are_same):
             return False
@@ -159,8 +143,8 @@ class ObjectChecks:
 
     def problems(self, item: Rebuilt) -> list[str]:
         """Return what is wrong with the state that was stored for an object, as far as it can be known."""
-        own = item.owner
-        if item.is_module or not (hasattr(type(own), "_check_state") or _is_known(own)):
+        own, is_foreign = item.owner, _loads_by_numbers(item.owner)
+        if item.is_module or not (hasattr(type(own), "_check_state") or _is_known(own) or is_foreign):
             return []
         name, stored = path_name(item.path), self._state(item.path)
         raw = stored  # Before what is still there of its groups has the options of those that are here.
@@ -168,45 +152,28 @@ class ObjectChecks:
         try:
             if self._changed is not None and (fit := self._changed.of(item)) is not None:
                 self.fits[item.path], stored = fit, fit(stored)
-            if item.path in self._inner:
-                own._check_parts(stored)  # Each of them is checked as it is fitted.
-                return self._of_inner(item, stored)
             if hasattr(type(own), "_check_state"):
                 if self._strict and class_names(own) and (other := other_class(own, classes, set(), set())):
                     return [f"{name!r} {other}"]
                 own._check_state(stored)
                 return []
+            if is_foreign:
+                return [f"{name!r} {what}" for what in self._of_foreign(own, stored)]
             if isinstance(own, torch.optim.Optimizer):
                 raw = raw if item.path in self.fits else None
-                return [f"{name!r} {what}" for what in self._of_optimizer(own, stored, classes, raw)]
+                found = [f"{name!r} {what}" for what in self._of_optimizer(own, stored, classes, raw)]
+                return found or self._of_composites(item, classes)
             if isinstance(own, lr_scheduler.LRScheduler):
                 return [f"{name!r} {what}" for what in _of_scheduler(own, stored, classes, self._lists_of_groups)]
             if own.is_enabled() and not (isinstance(stored, Mapping) and stored.keys() >= _SCALER_KEYS):
                 return [f"{name!r} is a GradScaler, and a disabled one, or none, was saved"]
         except CheckpointError as error:
             return [f"{name!r} does not take its state: {error}"]
-        except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+        except (TypeError, KeyError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             return [
                 f"{name!r} does not take its state, which no such object has saved: {type(error).__name__}: {error}"
             ]
         return []
-
-    def _of_inner(self, item: Rebuilt, stored: Mapping[str, Any]) -> list[str]:
-        """Return what is wrong with the states inside of one; where the load is not strict, leave these as they are."""
-        from asyncckpt.plan.inner_objects import of_module, with_inner_states
-
-        found: list[str] = []
-        for part in self._inner[item.path]:
-            if part.path in self._not_wanted:
-                continue
-            problems = of_module(part, stored[part.path[-1]]) if part.is_module else self.problems(part)
-            if problems and not self._strict:
-                self.left[part.path], self.missing[path_name(part.path)] = problems, None
-            found += problems
-        if self._changed is not None:
-            stay = self.left.keys(), self._not_wanted  # To which schedules may be added.
-            self.fits[item.path] = with_inner_states(self._inner[item.path], stay, self.fits)
-        return found if self._strict else []
 
     def _state(self, path: Path) -> Any:
         """Return what was stored at a path, with tensors that have but dtypes and shapes."""
@@ -226,7 +193,7 @@ class ObjectChecks:
             yield "is an optimizer, and no state of one was saved"
             return
         numbers = [number for group in groups for number in group.get("params", [])]
-        state = stored.get("state", {})
+        state = stored["state"]
         if any(type(number) is int and number not in state and str(number) in state for number in numbers):
             yield (
                 "was saved by DCP as an optimizer's own state dict, with text for the numbers of parameters: get it by "
@@ -248,6 +215,33 @@ class ObjectChecks:
             return
         parameters = [parameter for group in own.param_groups for parameter in group["params"]]
         yield from _other_shapes(own, dict(zip(numbers, parameters, strict=True)), state)
+
+    def _of_composites(self, item: Rebuilt, classes: Collection[str]) -> list[str]:
+        """Tensors of classes of their own are made by just the class of optimizer that was saved."""
+        names, node = class_names(item.owner), descend(self._contents.tree, item.path) or VALUE
+        kinds = [Composite.of(each[3]).class_name for _, each in composites(node)]
+        if not (kinds and names and classes) or names[0] == next(iter(classes)):
+            return []
+        what = f"is of class {names[0]!r}, the checkpoint has {kinds[0]} of a {next(iter(classes))!r}"
+        return [f"{path_name(item.path)!r} {what}"]
+
+    def _of_foreign(self, own: torch.optim.Optimizer, stored: Any) -> Iterator[str]:
+        """Compare the parameters of an optimizer that loads in its own way, as a whole."""
+        if not is_optimizer_state(stored):
+            return
+        groups = stored["param_groups"]
+        found, sizes = ([len(each["params"]) for each in both] for both in (groups, own.param_groups))
+        if found != sizes:
+            yield f"has groups of {sizes} parameters, the checkpoint {found}"
+            return
+        for number, parameter in enumerate(each for group in own.param_groups for each in group["params"]):
+            paths = self._parameters.paths(parameter)
+            sources = self._parameters.sources(paths)
+            is_new = not self._strict and paths and not sources
+            if is_new or any(each.shape != tuple(parameter.shape) for each in sources):
+                yield f"has a parameter {number} that is {'not loaded' if is_new else 'of another shape'}"
+                return
+        yield from self._other_order(own, groups)
 
     def _other_order(self, own: torch.optim.Optimizer, groups: list[Any]) -> Iterator[str]:
         """Compare what the stored names of parameters belong to with what these are loaded from."""
@@ -271,6 +265,15 @@ def _is_known(own: Any) -> bool:
         return False
     modules = [str(getattr(method, "__module__", "")) for method in (own.state_dict, own.load_state_dict)]
     return all(module.startswith(("torch.optim.", "torch.amp.")) for module in modules)
+
+
+def _loads_by_numbers(own: Any) -> bool:
+    """Return whether an optimizer has a state dict of torch's form, and loads it in a way of its own."""
+    if not isinstance(own, torch.optim.Optimizer) or hasattr(type(own), "_check_state") or _is_known(own):
+        return False
+    both = own.state_dict(), torch.optim.Optimizer.state_dict(own)
+    numbers = [[group["params"] for group in each["param_groups"]] for each in both if is_optimizer_state(each)]
+    return len(numbers) == 2 and numbers[0] == numbers[1]
 
 
 def loads_as(base: Any, owner: Any) -> bool:
@@ -340,9 +343,10 @@ def other_class(own: Any, classes: Collection[str], lacking: set[str], unknown: 
     lacking, unknown = lacking - _MAY_DIFFER, unknown - _MAY_DIFFER
     # A plain state dict, or one of before they were kept, is stored without classes: what torch's own ones always have
     # tells whether it is the one that is here.
+    is_other = base is torch.optim.Optimizer and bool(classes and names) and bool(ours) != bool(theirs)
     is_known = is_own and not classes and ((is_scheduler and (lacking or unknown)) or is_adams)
     is_foreign = is_scheduler and (classes or not is_own)
-    if not (ours and theirs) and not is_known and (is_foreign or not (lacking and unknown)):
+    if not (ours and theirs) and not is_known and not is_other and (is_foreign or not (lacking and unknown)):
         return None
     saved = f"state of {next(iter(classes))!r}" if classes else "state of another class"
     differ = f", which differs in {sorted(lacking | unknown)}" if lacking or unknown else ""

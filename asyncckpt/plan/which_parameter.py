@@ -53,7 +53,8 @@ class Parameters:
         for path, _, parts in targets.composites:  # As one tensor, from where its parts are loaded.
             for name in parts.inner:
                 if (source := self._sources.get((*path, name))) is not None:
-                    self._sources.setdefault(path, replace(source, path=source.path[:-1]))
+                    whole = parts.facts.shape or source.shape  # It is never resized.
+                    self._sources.setdefault(path, replace(source, path=source.path[:-1], shape=whole))
 
     @cached_property
     def _of_objects(self) -> Mapping[int, list[Path]]:

@@ -366,7 +366,7 @@ def test_a_schedule_in_a_trainer_state_stays_with_its_optimizer(tmp_path: Path, 
     if change == "nothing":
         return
     assert "t.schedule" in report.missing
-    assert any("'t.schedule' is of an optimizer that" in each for each in told)
+    assert any("'t.schedule' " in each and "it stays as it is" in each for each in told)
     assert [group["lr"] for group in state["o"].param_groups] == [1.0] * len(state["o"].param_groups)
 
 
@@ -398,16 +398,19 @@ def test_an_optimizer_in_a_trainer_state_goes_by_names_too(tmp_path: Path) -> No
 def test_a_module_in_a_trainer_state_that_does_not_fit_is_known_before(
     tmp_path: Path, other: nn.Module, strict: bool
 ) -> None:
+    """As one that stands alone: another shape is refused, layers of other names stay as they are if they may."""
     save(tmp_path, {**of(layers("a")), "t": TrainerState(StepCounter(7), average=nn.Linear(2, 2))})
     state = {**of(layers("a")), "t": TrainerState(average=other)}
     before, average = state["m"]["a"].weight.clone(), [each.clone() for each in other.parameters()]
-    if strict:
-        with pytest.raises(IncompatibleError, match=r"nothing was changed: 't.average' "):
-            restore(tmp_path, state)
+    if strict or isinstance(other, nn.Linear):
+        with pytest.raises(IncompatibleError, match=r"nothing was changed: .*'t.average\.[0w]"):
+            restore(tmp_path, state, strict=strict)
         assert torch.equal(state["m"]["a"].weight, before)
         return
-    report, told = restore(tmp_path, state, strict=False)
-    assert (report.missing, len(told), int(state["t"].step)) == (("t.average",), 1, 7)
+    report, _ = restore(tmp_path, state, strict=False)
+    assert sorted(report.missing) == ["t.average.0.bias", "t.average.0.weight"]
+    assert sorted(report.unexpected) == ["t.average.bias", "t.average.weight"]
+    assert int(state["t"].step) == 7
     assert all(map(torch.equal, other.parameters(), average))
 
 

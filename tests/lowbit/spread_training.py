@@ -20,7 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import asyncckpt
+from asyncckpt.trainer_state import TrainerState
 
+INSIDE = " in a TrainerState"
 STEPS_BEFORE, STEPS_AFTER = 6, 20
 ROWS = 192  # Of 2 ranks and of 3.
 
@@ -108,8 +110,8 @@ def _digests(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 def main(name: str, how: str, directory: str, rows: int) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1 if how == "save" else 2)
-    model, optimizer = made(name, rows)
-    state = {"model": model, "optimizer": optimizer}
+    model, optimizer = made(name.removesuffix(INSIDE), rows)
+    state = {"model": model, "optimizer": TrainerState(o=optimizer) if name.endswith(INSIDE) else optimizer}
     own: dict[str, Any] = {"shard_index": dist.get_rank(), "shard_num": dist.get_world_size()}
     if how == "save":
         for number in range(STEPS_BEFORE):

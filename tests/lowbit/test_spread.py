@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 # By their name, whether a fresh job can load it; else it has to make its state before.
 TRAININGS = {
     "AdamW8bit": True,
+    "AdamW8bit in a TrainerState": True,
     "AdamW4bit": False,
     "AdamWFp8": True,
     "float8": True,
@@ -39,7 +40,7 @@ def run(ranks: int, name: str, how: str, folder: Path, rows: int = 192) -> tuple
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "AdamW8bit" else pytest.mark.slow) for name in TRAININGS]
+    "name", [pytest.param(name, marks=[] if name.startswith("AdamW8bit") else pytest.mark.slow) for name in TRAININGS]
 )
 def test_a_spread_training_goes_on(tmp_path: Path, name: str) -> None:
     how = "resume" if TRAININGS[name] else "made"

@@ -340,9 +340,7 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPa
         if item.is_module:
             state = _module_state(item, rebuilt, contents, plan.metadata.get(item.path), compose)
         else:
-            has_parts = hasattr(item.owner, "_inner_objects")  # Of which a filter may have left out some.
-            there = {**dict.fromkeys(contents.leaf_paths), **rebuilt} if has_parts else rebuilt
-            state = plan.fits.get(item.path, lambda state: state)(_stored(item.path, there, contents, compose))
+            state = plan.fits.get(item.path, lambda state: state)(_stored(item.path, rebuilt, contents, compose))
         try:
             # What an optimizer makes of its state is updated later, outside inference mode.
             with torch.inference_mode(torch.is_inference_mode_enabled() and item.is_module):
