@@ -77,6 +77,11 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
 
 
+def one_line(error: BaseException) -> str:
+    """Return the text of a foreign error as one line, for a message of ours."""
+    return " ".join(str(error).split("\n"))
+
+
 def received(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:
     """Make an error of another process."""
     error = kind.__new__(kind, message)
@@ -181,7 +186,8 @@ class PeerError(CheckpointError):
 
     def __init__(self, what: str, *, rank: int | None, cause: str, hint: str | None = None) -> None:
         # By name: for PeerInDoubtError the next class in line is IndeterminateError, which wants more.
-        CheckpointError.__init__(self, f"{what}: {cause}", hint=hint)
+        log = None if rank is None else f"see the log of rank {rank}, and whether it still runs"
+        CheckpointError.__init__(self, f"{what}: {cause}", hint=hint or log)
         self.rank = rank
         self.cause = cause
 

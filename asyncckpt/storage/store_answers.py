@@ -54,16 +54,19 @@ def refused(what: str, error: BaseException) -> CheckpointError:
         status, code = 301, "PermanentRedirect"
     reason = " ".join(str(part) for part in (status, code) if part is not None)
     if code == "NotImplemented" or status == 501:
-        return UnsupportedError(f"{what}: the store does not support this request: {reason}")
+        hint = "use another store, see docs/object-stores.md"
+        return UnsupportedError(f"{what}: the store does not support this request: {reason}", hint=hint)
     number, hint = _REFUSALS.get(code or f"{status}") or _OF_STATUS.get(status or 0) or (0, None)
     if number == errno.ENOENT:
-        return NoBucketError(f"{what}: the store refused: {reason} ({hint})")
+        return NoBucketError(f"{what}: the store refused: {reason}", hint=hint)
     if number:
         return IOFailedError(f"{what}: the store refused: {reason}", errno=number, hint=hint)
     if status is not None and status < 500 and status not in (408, 409, 429):
-        return IOFailedError(f"{what}: the store refused: {reason}", errno=errno.EIO)
+        hint = "look for that code in the pages of the store"
+        return IOFailedError(f"{what}: the store refused: {reason}", errno=errno.EIO, hint=hint)
     if status is not None:
-        return IOFailedError(f"{what}: the store is busy or broken: {reason}", errno=errno.ETIMEDOUT)
+        hint = "it was asked again until a deadline: look at the state of the store, or save less often"
+        return IOFailedError(f"{what}: the store is busy or broken: {reason}", errno=errno.ETIMEDOUT, hint=hint)
     slow = "it did not answer in time" if _SECONDS.search(str(error)) else "the connection failed"
     hint = "is the endpoint right, and the network up?"
     return IOFailedError(f"{what}: {slow}", errno=errno.ETIMEDOUT, hint=hint)

@@ -70,7 +70,8 @@ async def save_with_ranks(job: SaveJob) -> Committed | SkippedByPeer:
         except CheckpointError as error:
             refused = error
         begin = save.begin() if refused is None else Failed(cause_of(refused))
-        outcome = await run_call(ranks.channel, share.call, begin, save, ranks.limits, threads=talkers)
+        where = f" in {str(job.target.root.path)!r}"
+        outcome = await run_call(ranks.channel, share.call, begin, save, ranks.limits, threads=talkers, where=where)
         if refused is not None:
             raise refused
     except BaseException as error:
