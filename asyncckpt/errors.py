@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 TEXT_CHARACTERS_MAX = 2000
+FILTER_HINT = "nothing was saved; see the traceback of the filter itself"
 _UNSET: Any = object()
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _OUR_FRAMES = (
@@ -186,8 +187,9 @@ class PeerError(CheckpointError):
 
     def __init__(self, what: str, *, rank: int | None, cause: str, hint: str | None = None) -> None:
         # By name: for PeerInDoubtError the next class in line is IndeterminateError, which wants more.
-        log = None if rank is None else f"see the log of rank {rank}, and whether it still runs"
-        CheckpointError.__init__(self, f"{what}: {cause}", hint=hint or log)
+        if hint is None and rank is not None and not cause.endswith(")"):  # Else the cause has a hint.
+            hint = f"see the log of rank {rank}, and whether it still runs"
+        CheckpointError.__init__(self, f"{what}: {cause}", hint=hint)
         self.rank = rank
         self.cause = cause
 

@@ -93,14 +93,14 @@ async def run_call(
     *,
     threads: Executor,
     clock: Callable[[], float] = time.monotonic,
-    where: str = "",
+    where: object = "",
 ) -> Outcome:
     """Take one call of this rank to its end; nothing of it runs any more when this returns or raises.
 
     begin: Begin to save; Skipped or Failed (the engine keeps and raises its own error) when this rank does not take
     part, which ends the call for it at once, on rank 0 after all know. Then it has no effects.
     threads: two at least, or what is sent waits for a receive to end, up to its slice.
-    where: said behind the step in errors.
+    where: the checkpoint directory, named in errors.
 
     Returns an outcome "committed" or "skipped", and "aborted" only for a `begin` of Failed. Raises the error of this
     rank's own effect when that ended the call; ConflictError when the ranks contradict each other; PeerError when
@@ -120,7 +120,7 @@ class _Call:
     _limits: Limits
     _threads: Executor
     _clock: Callable[[], float]
-    _where: str
+    _where: object
 
     def __post_init__(self) -> None:
         channel, limits = self._channel, self._limits
@@ -158,7 +158,7 @@ class _Call:
         outcome, step = self._machine.outcome, getattr(self._begin, "step", None)
         if outcome.state in ("committed", "skipped") or isinstance(self._begin, Failed):
             return outcome
-        save = f"the save of step {step}{self._where}"
+        save = f"the save of step {step}" + (f" in {str(self._where)!r}" if self._where else "")
         if self._own_error is not None and outcome.rank == self._channel.rank:
             raise self._own_error
         if outcome.state == "in_doubt":
@@ -171,7 +171,7 @@ class _Call:
                 hint=f"call resolve() on this error, see the log of rank {outcome.rank}; older checkpoints are kept",
             )
         if outcome.rank is None:
-            hint = "all ranks must save the same step, names, shapes and metadata"
+            hint = None if outcome.cause.endswith(")") else "let all ranks save the same step, in the same way"
             raise ConflictError(f"{save} was aborted on all ranks: {outcome.cause}", hint=hint)
         raise PeerError(
             f"{save} was aborted on all ranks because of rank {outcome.rank}",

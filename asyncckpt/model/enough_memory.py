@@ -35,7 +35,7 @@ def enough_memory(what: str) -> Iterator[None]:
 
 
 def raise_lack_of_memory(error: Exception, what: str) -> None:
-    """Raise IOFailedError where an error says that there is no memory; of a part of `what`, where it is one already."""
+    """Raise IOFailedError where an error says that there is no memory, also for a part of `what`."""
     if isinstance(error, IOFailedError) and error.errno == errno.ENOMEM and what not in error.what:
         raise IOFailedError(f"{error.what}, in {what}", errno=errno.ENOMEM, hint=error.hint) from error.__cause__
     if isinstance(error, MemoryError) or any(says in str(error) for says in _SAYS):

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError, UnsupportedError, UsageError
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.signals import wait_in_steps
-from asyncckpt.storage.store_answers import NoBucketError, is_timeout, refused
+from asyncckpt.storage.store_answers import is_timeout, refused, unless_gone
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -192,12 +192,9 @@ class ObjectStore:
 
     def check_kept(self, key: str, raw: bytes | bytearray) -> None:
         """Check that the store has kept what it was given, and nothing else is there. IOFailedError."""
-        try:
+        with unless_gone(), contextlib.suppress(CorruptError):
             if self.read_whole(key, bytes_max=len(raw)) == raw:
                 return
-        except (NotFoundError, CorruptError) as error:
-            if isinstance(error, NoBucketError):
-                raise
         what = f"object {str(self.url / key)!r} was made, and is not there, or another one is"
         raise IOFailedError(what, errno=errno.EIO, hint="does something else write to, or clean up, that prefix?")
 
@@ -231,7 +228,7 @@ class ObjectStore:
 
     def remove(self, key: str) -> None:
         """Remove an object, if it is there."""
-        with contextlib.suppress(NotFoundError):
+        with unless_gone():
             self._ask("object cannot be removed", key, lambda: self._api.delete(self._store, self._path(key)))
 
     def _path(self, key: str) -> str:

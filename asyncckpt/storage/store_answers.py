@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from asyncckpt.errors import CheckpointError, IOFailedError, NotFoundError, UnsupportedError, UsageError
 
@@ -36,6 +38,16 @@ class NoBucketError(NotFoundError):
     """There is no such bucket, or it is elsewhere: nothing will come to be at this URL."""
 
 
+@contextmanager
+def unless_gone() -> Iterator[None]:
+    """Go on behind the block where an object is not there; raise where its bucket is not."""
+    try:
+        yield
+    except NotFoundError as error:
+        if isinstance(error, NoBucketError):
+            raise
+
+
 def is_timeout(error: BaseException) -> bool:
     """Return whether a request was not answered, or not to the point: another try may help."""
     return isinstance(error, IOFailedError) and error.errno == errno.ETIMEDOUT
@@ -54,8 +66,8 @@ def refused(what: str, error: BaseException) -> CheckpointError:
         status, code = 301, "PermanentRedirect"
     reason = " ".join(str(part) for part in (status, code) if part is not None)
     if code == "NotImplemented" or status == 501:
-        hint = "use another store, see docs/object-stores.md"
-        return UnsupportedError(f"{what}: the store does not support this request: {reason}", hint=hint)
+        what = f"{what}: the store does not support this request: {reason}"
+        return UnsupportedError(what, hint="use another store, see docs/object-stores.md")
     number, hint = _REFUSALS.get(code or f"{status}") or _OF_STATUS.get(status or 0) or (0, None)
     if number == errno.ENOENT:
         return NoBucketError(f"{what}: the store refused: {reason}", hint=hint)
@@ -65,7 +77,7 @@ def refused(what: str, error: BaseException) -> CheckpointError:
         hint = "look for that code in the pages of the store"
         return IOFailedError(f"{what}: the store refused: {reason}", errno=errno.EIO, hint=hint)
     if status is not None:
-        hint = "it was asked again until a deadline: look at the state of the store, or save less often"
+        hint = "it was asked again until a deadline: look at the state of the store, and try again"
         return IOFailedError(f"{what}: the store is busy or broken: {reason}", errno=errno.ETIMEDOUT, hint=hint)
     slow = "it did not answer in time" if _SECONDS.search(str(error)) else "the connection failed"
     hint = "is the endpoint right, and the network up?"

@@ -101,6 +101,12 @@ def behind_two_steps(call: Callable[[str], Any]) -> Callable[[str, Path], Iterat
     return run
 
 
+def prune_and_tell(url: str) -> None:
+    """What is not read is told in the report."""
+    for why in checkpoints.prune(url, asyncckpt.KeepPolicy(latest=1)).damaged.values():
+        logging.getLogger("asyncckpt").warning("%s", why)
+
+
 CALLS: dict[str, Callable[[str, Path], Iterator[None]]] = {
     "open": open_an_upload,
     "upload": save_and_upload,
@@ -110,7 +116,7 @@ CALLS: dict[str, Callable[[str, Path], Iterator[None]]] = {
     "list": behind_two_steps(asyncckpt.list_steps),
     "describe": behind_two_steps(asyncckpt.describe),
     "verify": behind_two_steps(asyncckpt.verify),
-    "prune": behind_two_steps(lambda url: checkpoints.prune(url, asyncckpt.KeepPolicy(latest=1))),
+    "prune": behind_two_steps(prune_and_tell),
     "remove": behind_two_steps(lambda url: checkpoints.remove(url, 0)),
 }
 KINDS = {"put", "begin upload", "part", "complete upload", "get", "head", "list", "delete"}

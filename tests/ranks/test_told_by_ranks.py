@@ -43,7 +43,6 @@ RANK_FAULTS: dict[str, Callable[[int, Path], None]] = {
             of.does_not_save,
             of.raises_in_a_filter,
             of.has_another_step,
-            of.has_other_metadata,
             of.has_another_shape,
             of.has_metadata_that_cannot_be_saved,
             of.counts_other_ranks,

@@ -191,7 +191,7 @@ def open_directory(path: Place, own: OwnShard, *, options: RankOptions, exact_mo
     try:
         channel = open_store_channel(process_group, deadline_s=peer_deadline_s)
     except PeerError as error:
-        raise PeerError(f"{str(path)!r} was not opened", rank=error.rank, cause=error.what, hint=error.hint) from error
+        raise PeerError(f"{str(path)!r} was not opened", rank=error.rank, cause=error.what, hint=error.hint) from None
     ranks = _ranks_over(channel, peer_deadline_s)
     try:
         opened = _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)

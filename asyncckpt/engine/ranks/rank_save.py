@@ -70,7 +70,7 @@ async def save_with_ranks(job: SaveJob) -> Committed | SkippedByPeer:
         except CheckpointError as error:
             refused = error
         begin = save.begin() if refused is None else Failed(cause_of(refused))
-        where = f" in {str(job.target.root.path)!r}"
+        where = job.target.root.path
         outcome = await run_call(ranks.channel, share.call, begin, save, ranks.limits, threads=talkers, where=where)
         if refused is not None:
             raise refused

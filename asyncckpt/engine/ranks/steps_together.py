@@ -40,8 +40,8 @@ T = TypeVar("T")
 class StepsTogether:
     """One rank's part in it; with one rank everything is decided here. All ranks call everything alike."""
 
-    def __init__(self, ranks: Ranks | None, termination: Termination) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks | None, termination: Termination, path: object = "") -> None:
+        self._ranks, self._path = ranks, str(path)
         self._termination = termination
         self._steps_count = 0
         self._stops_count = 0
@@ -88,6 +88,9 @@ class StepsTogether:
                 name = self._next_word() if ranks.is_coordinator else FAILED
                 with suppress(CheckpointError):  # The channel is gone, and so are those who would hear of it.
                     self._put(ranks, name, {"rank": rank, "cause": cause_of(error)})
+            if isinstance(error, PeerError) and self._path not in error.what:
+                what = f"nothing was restored from {self._path!r}"
+                raise PeerError(what, rank=error.rank, cause=error.what, hint=error.hint) from None
             raise
 
     @property
