@@ -165,8 +165,9 @@ def _read_of_step(root: ReadRoot, step: int, read: Callable[[str], Sealed]) -> S
             except NotFoundError as error:
                 gone = error
     steps = committed_steps(root)
-    if gone is not None and step in steps:
-        raise gone
+    if step in steps:
+        what = f"step {step} is listed in {str(root.path)!r}, and its manifest is not found there"
+        raise gone or NotFoundError(what, hint="try again, and see whether something else removes what is there")
     held = f"steps {shown_steps(steps)}" if steps else "no checkpoint"
     raise NotFoundError(f"step {step} is not in {str(root.path)!r}, which holds {held}")
 

@@ -110,8 +110,7 @@ class Commits:
 
             damaged = retain(self.root, self.heads, policy, protected=protected).damaged
             found = [
-                f"step {step}, which is damaged, or cannot be read, and counts for no rule: {why}"
-                for step, why in damaged.items()
+                f"step {step}, which cannot be used and counts for no rule: {why}" for step, why in damaged.items()
             ]
         except Exception as error:
             found = [str(error)]

@@ -41,7 +41,6 @@ def raise_lack_of_memory(error: Exception, what: str) -> None:
     if isinstance(error, MemoryError) or any(says in str(error) for says in _SAYS):
         lines = _OF_TORCH.sub("", str(error).strip()).splitlines() or ["nothing says how much was asked for"]
         there = "".join(f"; {spare_bytes()} bytes are to spare" for spare_bytes in spare)
+        lack = f"there is not enough memory for {what}: {lines[0]}{there}"
         hint = "free memory, raise the limit of the container, or read less at once"
-        raise IOFailedError(
-            f"there is not enough memory for {what}: {lines[0]}{there}", errno=errno.ENOMEM, hint=hint
-        ) from error
+        raise IOFailedError(lack, errno=errno.ENOMEM, hint=hint) from error

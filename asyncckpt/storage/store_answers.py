@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from asyncckpt.errors import CheckpointError, IOFailedError, NotFoundError, UnsupportedError, UsageError
 
@@ -15,37 +13,31 @@ _SECONDS = re.compile(r"timed out|deadline|Timeout")
 
 # Codes of S3 for which something can be done, or the status of an answer without one: that to a HEAD has no body.
 _REFUSALS = {
-    "400": (errno.EACCES, "the credentials may have expired"),
+    "400": (errno.EACCES, "the credentials may have expired: get new ones"),
     "NoSuchBucket": (errno.ENOENT, "make the bucket, or correct the URL"),
     "PermanentRedirect": (errno.ENOENT, "the bucket is in another region: set AWS_REGION"),
     "AccessDenied": (errno.EACCES, "these credentials lack a permission, see docs/object-stores.md"),
-    "InvalidAccessKeyId": (errno.EACCES, "the store does not know this access key"),
-    "SignatureDoesNotMatch": (errno.EACCES, "the secret key is not the one of the access key"),
+    "InvalidAccessKeyId": (errno.EACCES, "the store does not know this access key: look at AWS_ACCESS_KEY_ID"),
+    "SignatureDoesNotMatch": (errno.EACCES, "the secret key is not the one of the access key: get a new pair"),
     "ExpiredToken": (errno.EACCES, "the credentials have expired: get new ones"),
-    "InvalidToken": (errno.EACCES, "the session token is not valid"),
-    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine is off"),
-    "QuotaExceeded": (errno.EDQUOT, "the quota of the bucket is used up"),
+    "InvalidToken": (errno.EACCES, "the session token is not valid: get new credentials"),
+    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine is off: set it"),
+    "QuotaExceeded": (errno.EDQUOT, "the quota of the bucket is used up: remove objects, or ask for more"),
 }
 _OF_STATUS = {
-    401: (errno.EACCES, "credentials are missing or not valid"),
+    401: (errno.EACCES, "credentials are missing or not valid: look at the environment, or get new ones"),
     403: (errno.EACCES, "there are no credentials, or they lack a permission, see docs/object-stores.md"),
-    404: (errno.ENOENT, "is there such a bucket?"),
+    404: (errno.ENOENT, "is there such a bucket? Make it, or correct the URL"),
     416: (errno.ERANGE, None),
 }
 
 
+class GoneError(NotFoundError):
+    """There is no such object in the bucket."""
+
+
 class NoBucketError(NotFoundError):
     """There is no such bucket, or it is elsewhere: nothing will come to be at this URL."""
-
-
-@contextmanager
-def unless_gone() -> Iterator[None]:
-    """Go on behind the block where an object is not there; raise where its bucket is not."""
-    try:
-        yield
-    except NotFoundError as error:
-        if isinstance(error, NoBucketError):
-            raise
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -57,7 +49,7 @@ def refused(what: str, error: BaseException) -> CheckpointError:
     """Return an error of obstore as one of this library."""
     text = str(error).partition("Debug source")[0]
     if isinstance(error, FileNotFoundError) and "<Code>NoSuchBucket" not in text:
-        return NotFoundError(f"{what}: it does not exist")
+        return GoneError(f"{what}: it does not exist")
     if "builder error" in text:
         return UsageError(f"{what}: the endpoint is not https", hint="to allow http, set AWS_ALLOW_HTTP=true")
     status = int(found.group(1)) if (found := _STATUS.search(text)) else None

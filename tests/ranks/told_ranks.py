@@ -45,7 +45,7 @@ class ToldRank:
         store_channel.CLOSE_S_MAX = file_channel.CLOSE_S_MAX = 0.3
         if self.over == "store":
             group_of(self.rank, RANKS, self.folder)
-        self.state = {"weight": torch.full((100,), 1.0), "rank": self.rank}
+        self.state = {"weight": torch.full((100,), 1.0)}
 
     @property
     def is_victim(self) -> bool:
@@ -71,7 +71,7 @@ class ToldRank:
         return asyncckpt.Checkpointer(
             self.path,
             every=1000,
-            x=self.state["weight"],
+            **self.state,
             options={"ranks": asyncckpt.RankOptions(peer_deadline=OPENING_S)},
         )
 
@@ -253,7 +253,8 @@ def cannot_restore(rank: int, folder: Path) -> None:
     told.open_and_save_once().close()
     if told.is_victim:
         told.state["weight"] = torch.zeros(7)
-    told.check(error_of(told.restored().restore), "'x'", *(() if told.is_victim else (named(VICTIM),)))
+    others = () if told.is_victim else (named(VICTIM),)
+    told.check(error_of(told.restored().restore), "'weight'", *others, is_own=told.is_victim)
     leave(rank, folder)
 
 

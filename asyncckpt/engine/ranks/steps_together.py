@@ -87,7 +87,8 @@ class StepsTogether:
                 rank = error.rank if isinstance(error, PeerError) else ranks.rank
                 name = self._next_word() if ranks.is_coordinator else FAILED
                 with suppress(CheckpointError):  # The channel is gone, and so are those who would hear of it.
-                    self._put(ranks, name, {"rank": rank, "cause": cause_of(error)})
+                    cause = error.cause if isinstance(error, PeerError) else cause_of(error)
+                    self._put(ranks, name, {"rank": rank, "cause": cause})
             if isinstance(error, PeerError) and self._path not in error.what:
                 what = f"nothing was restored from {self._path!r}"
                 raise PeerError(what, rank=error.rank, cause=error.what, hint=error.hint) from None
@@ -171,7 +172,7 @@ class StepsTogether:
             except DeadlineError as error:
                 self._check_failed(ranks)
                 if left_s <= LOOK_S:
-                    cause = f"it has said nothing for {seconds:g} s"
+                    cause = f"rank {rank} has said nothing for {seconds:g} s"
                     raise PeerError("no word about what is restored", rank=rank, cause=cause) from error
 
     def _said(self, name: str) -> Fields | None:

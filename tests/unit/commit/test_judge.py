@@ -227,5 +227,5 @@ def test_the_command_says_what_is_damaged(tmp_path: Path) -> None:
     result = invoke("prune", tmp_path, "--latest", 1)
     assert result.exit_code == 1
     assert result.stdout.startswith("removed 1 checkpoint: 0, ")
-    assert "step 2 is damaged, or cannot be read, and counts for no rule: shard file" in result.stdout
+    assert "step 2 cannot be used, and counts for no rule: shard file" in result.stdout
     assert os.listdir(tmp_path / "manifests") != []
