@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from asyncckpt.errors import IOFailedError
@@ -21,7 +22,6 @@ _SAYS = (
 )
 # Where in torch it is, which says nothing to others.
 _OF_TORCH = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. (DefaultCPUAllocator: )?")
-spare: list[Callable[[], int]] = []  # How much there is, where staging/limits.py is there to say it.
 
 
 @contextmanager
@@ -40,7 +40,8 @@ def raise_lack_of_memory(error: Exception, what: str) -> None:
         raise IOFailedError(f"{error.what}, in {what}", errno=errno.ENOMEM, hint=error.hint) from error.__cause__
     if isinstance(error, MemoryError) or any(says in str(error) for says in _SAYS):
         lines = _OF_TORCH.sub("", str(error).strip()).splitlines() or ["nothing says how much was asked for"]
-        there = "".join(f"; {spare_bytes()} bytes are to spare" for spare_bytes in spare)
+        limits = sys.modules.get("asyncckpt.staging.limits")  # Above this one; loads have it.
+        there = "" if limits is None else f"; {limits.spare_bytes()} bytes are to spare"
         lack = f"there is not enough memory for {what}: {lines[0]}{there}"
         hint = "free memory, raise the limit of the container, or read less at once"
         raise IOFailedError(lack, errno=errno.ENOMEM, hint=hint) from error

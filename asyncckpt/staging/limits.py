@@ -13,8 +13,6 @@ from pathlib import Path
 
 import psutil
 
-from asyncckpt.model.enough_memory import spare
-
 DEFAULT_SHARE = 0.7
 
 
@@ -45,9 +43,6 @@ def spare_bytes(held_bytes: int = 0) -> int:
 def default_limit_bytes(held_bytes: int) -> int:
     """Return the bytes that all arenas together may take now."""
     return int(spare_bytes(held_bytes) * DEFAULT_SHARE)
-
-
-spare.append(spare_bytes)
 
 
 def _given_back_bytes(status: Path = Path("/proc/self/status")) -> int:

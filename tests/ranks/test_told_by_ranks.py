@@ -23,7 +23,7 @@ RANK_FAULTS: dict[str, Callable[[int, Path], None]] = {
     **{
         f"rank 1 {how} at {point} over {over}": partial(of.is_struck, point, strike, over)
         for how, strike in STRIKES.items()
-        for point, over in (("begun", "store"), ("write", "store"), ("write", "file"), ("before prepared", "file"))
+        for point, over in (("begun", "store"), ("write", "store"), ("write", "file"))
     },
     **{
         f"rank 0 {how} at {point} over {over}": partial(of.coordinator_is_struck, point, strike, over)
