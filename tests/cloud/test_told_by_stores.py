@@ -164,7 +164,7 @@ def run(call: str, url: str, folder: Path, proxy: FaultProxy, fault: Callable[[R
 
 def kinds_of(call: str, proxy: FaultProxy, url: str, folder: Path) -> list[str]:
     if call not in _kinds_of:
-        run(call, f"{url}/sound", folder / "sound", proxy, nothing)
+        run(call, f"{url}/sound/{call}", folder / "sound", proxy, nothing)
         _kinds_of[call] = sorted({request.kind for request in proxy.requests})
     return _kinds_of[call]
 
