@@ -35,7 +35,11 @@ CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/clo
 	tests/cloud/test_ranks_in_turn_in_a_store.py tests/cloud/test_embcache_in_a_store.py tests/cloud/test_lost_disks.py \
 	tests/cloud/test_endings_in_a_store.py tests/cloud/test_gone_uploads.py tests/cloud/test_interrupted_calls.py tests/cloud/test_parts_sent.py \
 	tests/cloud/test_forgetful_stores.py tests/cloud/test_compat.py \
-	tests/cloud/test_writers_disturbed.py tests/cloud/test_resharded_reads.py tests/cloud/test_compacted_uploads.py
+	tests/cloud/test_writers_disturbed.py tests/cloud/test_resharded_reads.py tests/cloud/test_compacted_uploads.py \
+	tests/cloud/test_told_by_stores.py
+# What each fault makes the library say: tests/worlds/told.py.
+TOLD = tests/cloud/test_told_by_stores.py tests/ranks/test_told_by_ranks.py tests/limits/test_told_by_memory.py \
+	tests/bad_input/test_memory_for_a_checkpoint.py
 EXPERIMENTAL = tests/experimental
 INTERRUPTS = tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py \
 	tests/interrupts/test_steps_that_wait.py tests/interrupts/test_controls.py
@@ -112,10 +116,11 @@ test-faults: $(READY) ## what fails, is killed, loses power, is forked or collec
 test-night: $(READY) ## jobs at night, to each of which something happens
 	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/night tests/limits/test_memory_of_a_cgroup.py $(PARALLEL) $(ARGS)
 
-error-texts: $(READY) ## what errors of disks say, each once, to be read: of every file operation of saves and loads
+error-texts: $(READY) ## what errors of disks, stores, ranks and memory say, each once, to be read: each fault in each operation
 	@rm -f .error-texts
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_EVERY=4 ASYNCCKPT_ERROR_TEXTS=$(CURDIR)/.error-texts $(PYTEST) -q tests/faults/test_io_faults.py $(ARGS)
-	@sort .error-texts | uniq -c | sort -rn
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_ERROR_TEXTS=$(CURDIR)/.error-texts $(PYTEST) -q -m 'slow or not slow' $(TOLD) -n $(WORKERS) $(ARGS)
+	@sort .error-texts | uniq -c | sort -k2,2 -k1,1rn
 	@rm -f .error-texts
 
 test-interrupts: $(READY) ## Ctrl-C at every place of saves, loads and uses of tables, at many of other calls; and with one protection removed

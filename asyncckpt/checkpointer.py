@@ -112,11 +112,11 @@ class Checkpointer:
             with self._termination.waiting(steps_together.ASKED_S_MAX):
                 look_for_all(path, None if "shard_num" in options else ranks)
                 self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
-            self._together = StepsTogether(self._saver._ranks, self._termination)
+            self._together = StepsTogether(self._saver._ranks, self._termination, self._saver.path)
             self._restores = LoopRestore(self._together, self._saver._target, self._saver._uploads)
             try:
                 # A rank that is not made fails the first restore of the others.
-                with StepsTogether(self._saver._ranks, self._termination).restoring():
+                with StepsTogether(self._saver._ranks, self._termination, self._saver.path).restoring():
                     check_every("every", every, every_seconds)
                     self._periodic = PeriodicSaver(
                         self._saver, every_steps=every, every_seconds=every_seconds, on_error=on_error

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 TEXT_CHARACTERS_MAX = 2000
+FILTER_HINT = "nothing was saved; see the traceback of the filter itself"
 _UNSET: Any = object()
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _OUR_FRAMES = (
@@ -75,6 +76,11 @@ def _shortened(text: str) -> str:
     """Return a text without its middle if it is very long, as a name in a foreign file may be."""
     half = TEXT_CHARACTERS_MAX // 2
     return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of a foreign error as one line, for a message of ours."""
+    return " ".join(str(error).split("\n"))
 
 
 def received(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:
@@ -187,6 +193,8 @@ class PeerError(CheckpointError):
 
     def __init__(self, what: str, *, rank: int | None, cause: str, hint: str | None = None) -> None:
         # By name: for PeerInDoubtError the next class in line is IndeterminateError, which wants more.
+        if hint is None and rank is not None and not cause.endswith(")"):  # Else the cause has a hint.
+            hint = f"see the log of rank {rank}, and whether it still runs"
         CheckpointError.__init__(self, f"{what}: {cause}", hint=hint)
         self.rank = rank
         self.cause = cause

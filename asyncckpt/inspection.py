@@ -177,7 +177,7 @@ def _opened(path: str | os.PathLike[str], step: int | None) -> Iterator[_Opened]
 
     with open_root(check_place(path)) as root:
         chain, reader = look_again(root, look)
-    with reader, enough_memory(f"what is compared of step {chain.step}"):
+    with reader, enough_memory(f"a comparison with step {chain.step} of {str(path)!r}"):
         yield _Opened(chain, contents_of(chain), reader, StoredValues(reader))
 
 

@@ -107,7 +107,7 @@ def prune(wanted: Namespace) -> ExitCode:
             ["kept", "for"], [[str(step), ", ".join(why)] for step, why in report.kept.items()], right=["kept"]
         )
     for step, wrong in () if wanted.json else report.damaged.items():
-        print(f"step {step} is damaged, and counts for no rule: {wrong}")
+        print(f"step {step} cannot be used, and counts for no rule: {wrong}")
     return ExitCode.DAMAGED if report.damaged else ExitCode.OK
 
 

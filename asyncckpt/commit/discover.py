@@ -152,16 +152,22 @@ def head_in(root: ReadRoot, name: str) -> ManifestHead:
 def _read_of_step(root: ReadRoot, step: int, read: Callable[[str], Sealed]) -> Sealed:
     """Read the manifest that counts for a step. NotFoundError."""
     own, compacted = manifest_name(step), compacted_manifest_name(step)
+    gone: NotFoundError | None = None
     # Twice the compacted one: it may be published, and the other removed, between the first two looks.
     for name in (compacted, own, compacted):
         if root.manifests.exists(name):
-            with contextlib.suppress(NotFoundError):
+            try:
                 found = read(name)
                 if name == own or not root.manifests.exists(own):
                     return found
                 if root.data.has_folder(found.head.folder_name) and _stands_for(found, own, read):
                     return found
+            except NotFoundError as error:
+                gone = error
     steps = committed_steps(root)
+    if step in steps:
+        what = f"step {step} is listed in {str(root.path)!r}, and its manifest is not found there"
+        raise gone or NotFoundError(what, hint="try again, and see whether something else removes what is there")
     held = f"steps {shown_steps(steps)}" if steps else "no checkpoint"
     raise NotFoundError(f"step {step} is not in {str(root.path)!r}, which holds {held}")
 

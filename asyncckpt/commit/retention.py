@@ -60,6 +60,7 @@ def retain(
             damaged.update(error.damaged)
             return None
         except NotFoundError:  # Others remove faster than it looks.
+            root.manifests.names()  # Raises where the bucket is gone, or the folder.
             return None
         if dry_run:
             removed.update({head.step for head in found.going} - found.why.keys())

@@ -109,7 +109,7 @@ class Commits:
             from asyncckpt.commit.retention import retain  # A Saver that keeps all does not load it.
 
             damaged = retain(self.root, self.heads, policy, protected=protected).damaged
-            found = [f"step {step}, which is damaged and counts for no rule: {why}" for step, why in damaged.items()]
+            found = [f"step {step}, which cannot be used or counted: {why}" for step, why in damaged.items()]
         except Exception as error:
             found = [str(error)]
         self._say("old checkpoints", found)

@@ -93,18 +93,20 @@ async def run_call(
     *,
     threads: Executor,
     clock: Callable[[], float] = time.monotonic,
+    where: object = "",
 ) -> Outcome:
     """Take one call of this rank to its end; nothing of it runs any more when this returns or raises.
 
     begin: Begin to save; Skipped or Failed (the engine keeps and raises its own error) when this rank does not take
     part, which ends the call for it at once, on rank 0 after all know. Then it has no effects.
     threads: two at least, or what is sent waits for a receive to end, up to its slice.
+    where: the checkpoint directory, named in errors.
 
     Returns an outcome "committed" or "skipped", and "aborted" only for a `begin` of Failed. Raises the error of this
     rank's own effect when that ended the call; ConflictError when the ranks contradict each other; PeerError when
     another rank, or a silence, ended it; PeerInDoubtError when it may be committed.
     """
-    run = _Call(channel, call, begin, effects, limits, threads, clock)
+    run = _Call(channel, call, begin, effects, limits, threads, clock, where)
     await run.run()
     return run.result()
 
@@ -118,6 +120,7 @@ class _Call:
     _limits: Limits
     _threads: Executor
     _clock: Callable[[], float]
+    _where: object
 
     def __post_init__(self) -> None:
         channel, limits = self._channel, self._limits
@@ -155,21 +158,23 @@ class _Call:
         outcome, step = self._machine.outcome, getattr(self._begin, "step", None)
         if outcome.state in ("committed", "skipped") or isinstance(self._begin, Failed):
             return outcome
+        save = f"the save of step {step}" + (f" in {str(self._where)!r}" if self._where else "")
         if self._own_error is not None and outcome.rank == self._channel.rank:
             raise self._own_error
         if outcome.state == "in_doubt":
             assert outcome.attempt is not None
             raise PeerInDoubtError(
-                f"the save of step {step} may be committed, this rank did not hear the outcome",
+                f"{save} may be committed, this rank did not hear the outcome",
                 rank=outcome.rank,
                 cause=outcome.cause,
                 resolve=partial(self._effects.is_committed, outcome.attempt),
-                hint="call resolve() on this error; older checkpoints are kept",
+                hint=f"call resolve() on this error, see the log of rank {outcome.rank}; older checkpoints are kept",
             )
         if outcome.rank is None:
-            raise ConflictError(f"the save of step {step} was aborted on all ranks: {outcome.cause}")
+            hint = None if outcome.cause.endswith(")") else "let all ranks save the same step, in the same way"
+            raise ConflictError(f"{save} was aborted on all ranks: {outcome.cause}", hint=hint)
         raise PeerError(
-            f"the save of step {step} was aborted on all ranks because of rank {outcome.rank}",
+            f"{save} was aborted on all ranks because of rank {outcome.rank}",
             rank=outcome.rank,
             cause=outcome.cause,
         )

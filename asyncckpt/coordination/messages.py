@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, get_args
 
-from asyncckpt.errors import CorruptError, IncompatibleError, must_be
+from asyncckpt.errors import CorruptError, IncompatibleError, must_be, one_line
 from asyncckpt.format.limits import RANKS_MAX, STEP_MAX
 from asyncckpt.format.names import Attempt, parse
 from asyncckpt.format.strict_json import Fields, Json, dumps, loads, shown
@@ -127,7 +127,7 @@ Message: TypeAlias = Begin | Skipped | Failed | AttemptMessage | Prepared | Outc
 
 def cause_of(error: BaseException) -> str:
     """Return an error as text for other ranks."""
-    return bounded(f"{type(error).__name__}: {error}")
+    return bounded(f"{type(error).__name__}: {one_line(error)}")
 
 
 def bounded(text: str) -> str:

@@ -92,7 +92,7 @@ def join_session(root: Directory, *, rank: int, ranks_count: int, deadline_s: fl
                 if not ranks.exists(hello.name):
                     os.close(ranks.create_file(hello.name)[0])  # The name says all.
             if not pauses.pause(until):
-                cause = f"it has made no session for this rank in {str(root.path)!r} within {deadline_s} s"
+                cause = f"it has made no session for this rank in {str(root.path)!r} within {deadline_s:.1f} s"
                 raise PeerError("no channel to rank 0", rank=0, cause=cause)
     finally:
         with contextlib.suppress(CheckpointError), _opened(root) as ranks:
@@ -160,7 +160,7 @@ def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: floa
                 return {rank: found[0] for rank, found in tokens.items()}
             if not pauses.pause(until):
                 missing = [rank for rank in range(1, ranks_count) if rank not in tokens]
-                where = f"in {str(root.path)!r} within {deadline_s} s"
+                where = f"in {str(root.path)!r} within {deadline_s:.1f} s"
                 if contested and contested.issuperset(missing):
                     raise ConflictError(
                         f"several processes claim to be rank {min(contested)} {where}",

@@ -69,12 +69,12 @@ def serve_for(place: Any, *, timeout_s: float) -> Any:
 
 def connect_to_announced(place: Any, *, rank: int, until: float) -> Any:
     """Return a connection to it, on the other ranks; PeerError when there is none until then (time.monotonic)."""
-    number = place.add(f"opened/{rank}", 1)
+    number, begun = place.add(f"opened/{rank}", 1), time.monotonic()
     pauses = Pauses(pause_s_max=MEET_PAUSE_S_MAX)
     # Every kind of store, in every version of torch, adds without waiting for a key.
     while not place.add(f"announced/{number}", 0):
         if not pauses.pause(until):
-            cause = "it has not announced its address within the deadline"
+            cause = f"it has not announced its address within {until - begun:.1f} s"
             raise PeerError("no channel to rank 0", rank=0, cause=cause)
 
     def check() -> None:

@@ -125,7 +125,8 @@ class StorageReader(DcpStorageReader):
         stored = self._read_once()
         chain = stored.chain
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-        is_alone, says = save_lock_held("load", self._path, chain.step), enough_memory(f"step {chain.step}")
+        is_alone = save_lock_held("load", self._path, chain.step)
+        says = enough_memory(f"step {chain.step} of {str(self._path)!r}")
         with self._take_files(chain) as reader, is_alone, says:
             read_tensors(reader, tensors, planner, stored)
             for item in plan.items:

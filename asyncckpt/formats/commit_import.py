@@ -157,7 +157,7 @@ def _copy(asked: Conversion, found: Importable, sources: Sequence[ImportSource])
             transaction.place, claim.attempt, asked.options, asked.progress, written=written, sender=senders
         )
         try:
-            with enough_memory(f"an import of step {claim.step}"):
+            with enough_memory(f"an import of step {claim.step} into {str(root.path)!r}"):
                 draft = _write(found, transaction, target)
             for source in sources:
                 source.check_still()

@@ -59,7 +59,7 @@ def run_export(
         step, plan, reader, identity = look_again(root, look)
         with reader:
             try:
-                with enough_memory(f"an export of step {step}"):
+                with enough_memory(f"an export of step {step} of {str(asked.source)!r}"):
                     written = write(plan, reader, identity)
             except (OSError, MemoryError) as error:
                 raise as_checkpoint_error(error, step) from error

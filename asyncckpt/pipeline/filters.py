@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.errors import CheckpointError, FilterError
+from asyncckpt.errors import FILTER_HINT, CheckpointError, FilterError, one_line
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.tree import check_name
 from asyncckpt.model.block import BlockSpec
@@ -48,7 +48,7 @@ def run_filter(function: FilterFunction, blocks: list[WriteBlock]) -> list[Filte
     except CheckpointError as error:
         raise FilterError(f"{owner} raised: {error}") from error
     except BaseException as error:  # On a thread of ours, sys.exit() in a filter is no exit but an error too.
-        raise FilterError(f"{owner} raised {type(error).__name__}: {error}") from error
+        raise FilterError(f"{owner} raised {type(error).__name__}: {one_line(error)}", hint=FILTER_HINT) from error
     if not isinstance(answer, (list, tuple)):
         raise FilterError(f"{owner} returned nonsense", found=type(answer), expected="a list of WriteBlock")
     if len(answer) == len(blocks) and all(a is b for a, b in zip(answer, blocks, strict=True)):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.errors import FilterError, UsageError
+from asyncckpt.errors import FILTER_HINT, FilterError, UsageError, one_line
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import ENCODED_BYTES_MAX, Encoded, StoredAs, Unfit, encode, stored_as
 from asyncckpt.model.block import BlockSpec, EncodingStep, TableFacts
@@ -247,7 +247,7 @@ def _ask(rule: KeepRows, table: str, rows: dict[str, torch.Tensor], count: int) 
         if isinstance(answer, torch.Tensor) and answer.dtype is torch.bool:
             answer = answer.detach().cpu().numpy()
     except BaseException as error:  # On a thread of ours, sys.exit() in a predicate is no exit but an error too.
-        raise FilterError(f"{owner} raised {type(error).__name__}: {error}") from error
+        raise FilterError(f"{owner} raised {type(error).__name__}: {one_line(error)}", hint=FILTER_HINT) from error
     if not isinstance(answer, torch.Tensor | np.ndarray):
         raise FilterError(f"{owner} returned nonsense", found=type(answer), expected="a bool tensor")
     if isinstance(answer, torch.Tensor) or answer.dtype != np.bool_ or answer.shape != (count,):

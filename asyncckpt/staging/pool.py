@@ -245,7 +245,8 @@ class ArenaPool:
                 before_wait()
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
+                    what, hint = f"no staging arena became free within {deadline_s} s", "the saves in flight have them"
+                    raise DeadlineError(what, found=len(self._arenas), hint=f"{hint}: save less often, or wait longer")
                 self._changed.wait(min(left_s, STEP_S))
                 uninterrupted.look(self._changed)
         try:

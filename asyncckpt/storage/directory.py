@@ -119,7 +119,8 @@ class Directory:
         except FileNotFoundError as error:
             raise NotFoundError(f"folder {str(path)!r} does not exist") from error
         except NotADirectoryError as error:
-            raise UsageError("path is not a folder", found=str(path)) from error
+            hint = "give another path, or move that file away"
+            raise UsageError("path is not a folder", found=str(path), hint=hint) from error
         except OSError as error:
             raise io_failed(f"folder {str(path)!r} cannot be opened", error) from error
 

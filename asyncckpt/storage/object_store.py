@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError, UnsupportedError, UsageError
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.signals import wait_in_steps
-from asyncckpt.storage.store_answers import is_timeout, refused
+from asyncckpt.storage.store_answers import GoneError, is_timeout, refused
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -192,7 +192,7 @@ class ObjectStore:
 
     def check_kept(self, key: str, raw: bytes | bytearray) -> None:
         """Check that the store has kept what it was given, and nothing else is there. IOFailedError."""
-        with contextlib.suppress(NotFoundError, CorruptError):
+        with contextlib.suppress(GoneError, CorruptError):
             if self.read_whole(key, bytes_max=len(raw)) == raw:
                 return
         what = f"object {str(self.url / key)!r} was made, and is not there, or another one is"
@@ -228,7 +228,7 @@ class ObjectStore:
 
     def remove(self, key: str) -> None:
         """Remove an object, if it is there."""
-        with contextlib.suppress(NotFoundError):
+        with contextlib.suppress(GoneError):
             self._ask("object cannot be removed", key, lambda: self._api.delete(self._store, self._path(key)))
 
     def _path(self, key: str) -> str:

@@ -214,7 +214,7 @@ def test_case_113_background_thread_dies(tmp_path: Path, monkeypatch: pytest.Mon
             may_die.set()
             for future in futures:
                 with pytest.raises(
-                    IOFailedError, match=r"save of step . failed: Too many open files.*ulimit -n"
+                    IOFailedError, match=r"save of step . in .* failed: Too many open files.*ulimit -n"
                 ) as caught:
                     future.result(DEADLINE_S)
                 assert caught.value.errno == errno.EMFILE

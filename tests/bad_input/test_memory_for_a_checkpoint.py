@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import math
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +24,13 @@ from asyncckpt import inspection
 from asyncckpt.formats import hf, recis, torch_file
 from asyncckpt.optim import SparseAdagrad
 from tests.bad_input.crafted import Crafted
+from tests.worlds.told import check_told
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:tables .* are left out:RuntimeWarning")]
 
 SLOTS = SparseAdagrad.optimizer_slots()
 ALLOCATIONS_MAX = 400
+WANTED = re.compile(r"allocate .*\d|\d bytes.*:")
 SIZE_MIN = 64  # Smaller ones are not by what a checkpoint says.
 
 
@@ -140,7 +143,9 @@ def test_each_allocation_that_fails_is_told_as_a_lack_of_memory(saved: Path, tmp
     else:
         pytest.fail("it allocates without end")
     assert {error.errno for error in told} == {errno.ENOMEM}
-    assert all("not enough memory for" in str(error) for error in told)
+    for error in told:
+        says, shown = ("not enough memory for", WANTED, "bytes are to spare"), {f"{saved}": "DIR", f"{tmp_path}": "NEW"}
+        check_told(error, "memory", *says, re.compile(f"{saved}|{tmp_path}"), shown=shown)
 
 
 def test_a_tensor_of_a_forged_size_is_named_with_its_bytes(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Mishap:
     cut_down       the connection ends when so many bytes of the answer's body have gone
     forgotten      it is answered as if it was done: the server has not seen it
     stale          a list is answered as the same one was so many times ago, or the first time
+    refused        the proxy listens no longer: this connection ends, and there is no other
     """
 
     answer: tuple[int, str] | None = None
@@ -69,8 +70,16 @@ class Mishap:
     cut_down: int | None = None
     forgotten: bool = False
     stale: int = 0
+    refused: bool = False
 
 
+# Stores repeat in an answer what they were sent, and what was signed.
+REPEATED = {
+    "AWSAccessKeyId": "owner-key",
+    "Token-0": "repeated-session-token",
+    "StringToSign": "AWS4-HMAC-SHA256 owner-secret-3f9c",
+    "Resource": "/key?X-Amz-Signature=repeated-signature",
+}
 FAULTS = {
     "500 after success": Mishap(answer_after=(500, "InternalError")),
     "silent": Mishap(silent=True),
@@ -100,6 +109,7 @@ class FaultProxy:
     fault: Callable[[Request], Mishap | None] = lambda request: None
     requests: list[Request] = field(default_factory=list)
     lists: dict[str, list[tuple[bytes, bytes]]] = field(default_factory=dict)
+    listener: asyncio.Server | None = None
 
     @property
     def endpoint(self) -> str:
@@ -126,7 +136,9 @@ class FaultProxy:
         length = int(request.headers.get("content-length", "0"))
         body = await reader.readexactly(length if fault.cut_up is None else min(length, fault.cut_up))
         request.bytes_up = len(body)
-        if fault.cut_up is not None:
+        if fault.refused and self.listener is not None:
+            self.listener.close()
+        if fault.refused or fault.cut_up is not None:
             writer.transport.abort()
             return
         if fault.silent:
@@ -187,7 +199,8 @@ def _outgoing(head: bytes) -> bytes:
 
 
 async def _answer(writer: asyncio.StreamWriter, status: int, code: str) -> None:
-    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>planned</Message></Error>".encode()
+    repeated = "".join(f"<{name}>{value}</{name}>" for name, value in REPEATED.items())
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>planned</Message>{repeated}</Error>".encode()
     head = f"HTTP/1.1 {status} {code}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     writer.write(head.encode() + body)
     await writer.drain()
@@ -210,7 +223,7 @@ def running(target_port: int) -> Iterator[FaultProxy]:
             return await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=HEAD_BYTES_MAX)
 
         server = loop.run_until_complete(start())
-        proxy.port = server.sockets[0].getsockname()[1]
+        proxy.port, proxy.listener = server.sockets[0].getsockname()[1], server
         ready.set()
         loop.run_forever()
         server.close()

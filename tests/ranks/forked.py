@@ -22,7 +22,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 NAME_SERVER_PATIENCE = "timeout:1 attempts:1"
 RUN_S_MAX = 90.0
 PRELOADED = [
-    f"tests.ranks.{name}" for name in ("schedule_rank", "job_ranks", "table_ranks", "random_jobs", "partial_tables")
+    f"tests.ranks.{name}"
+    for name in ("schedule_rank", "job_ranks", "table_ranks", "random_jobs", "partial_tables", "told_ranks")
 ]
 
 

@@ -146,7 +146,7 @@ def run_load(
             if passed_over and step is not None:
                 raise does_not_fit(min(passed_over), step, error) from error
             raise
-        except (MemoryError, RuntimeError, ValueError) as error:
+        except (MemoryError, RuntimeError, ValueError, CheckpointError) as error:
             raise_lack_of_memory(error, f"a load from {str(root.path)!r}")
             raise
         else:

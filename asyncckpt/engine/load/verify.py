@@ -37,7 +37,7 @@ def verify(root: ReadRoot, step: int | None = None, *, progress: Progress | None
         return chain, ChainReader(root.data, chain, threads=READ_THREADS, verify=False, progress=progress)
 
     chain, reader = look_again(root, look)
-    with reader, enough_memory(f"step {chain.step}"):
+    with reader, enough_memory(f"step {chain.step} of {str(root.path)!r}"):
         verify_blocks(reader, range(len(chain.blocks)), bytes_total=chain.bytes_total)
         report = VerifyReport(
             step=chain.step,

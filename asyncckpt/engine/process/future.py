@@ -18,6 +18,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -38,6 +39,7 @@ from asyncckpt.native import Progress
 from asyncckpt.options import DEVICE_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import Guard, check_timeout, uninterrupted, wait_in_steps, wait_until_done
+from asyncckpt.staging.limits import spare_bytes
 from asyncckpt.storage.directory import io_failed
 
 T = TypeVar("T")
@@ -354,11 +356,13 @@ class LoadFuture(CheckpointFuture[LoadReport]):
     """The future of one load."""
 
 
-def as_checkpoint_error(error: BaseException, step: int | None) -> BaseException:
+def as_checkpoint_error(error: BaseException, step: int | None, path: object = None) -> BaseException:
     """Return an error of the system as one of this library, others as they are."""
     save = "the save" if step is None else f"the save of step {step}"
+    save += "" if path is None else f" in {str(path)!r}"
     if isinstance(error, MemoryError):
-        wrapped = IOFailedError(f"{save} ran out of memory", hint="lower host_memory_limit, or use save()")
+        what = f"{save} ran out of memory: {str(error) or 'nothing says for what'}; {spare_bytes()} bytes are to spare"
+        wrapped = IOFailedError(what, errno=errno.ENOMEM, hint="lower host_memory_limit, or use save()")
     elif isinstance(error, OSError) and not isinstance(error, CheckpointError):
         wrapped = io_failed(f"{save} failed", error)
     else:

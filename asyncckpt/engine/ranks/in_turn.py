@@ -86,8 +86,9 @@ class StepInTurn:
         """Return the error that says whose parts have not come."""
         missing = self.awaited
         shown = ", ".join(map(str, missing[:RANKS_SHOWN_MAX])) + (" and more" if len(missing) > RANKS_SHOWN_MAX else "")
+        where = f" of {str(self.targets[0].root.path)!r}" if self.targets else ""
         return PeerError(
-            f"step {self.claim.step} was not committed",
+            f"step {self.claim.step}{where} was not committed",
             rank=missing[0],
             cause=f"{len(missing)} of {self.ranks_count} ranks have not saved their parts: {shown}",
             hint=hint,
@@ -249,7 +250,7 @@ async def save_in_turn(job: SaveJob) -> Committed:
 
 def _give_up_all() -> None:
     for turn in list(_steps.values()):
-        print(f"asyncckpt: {turn.not_come().what}", file=sys.stderr)
+        print(f"asyncckpt: {turn.not_come()}", file=sys.stderr)
         turn.give_up("the interpreter has ended")
 
 

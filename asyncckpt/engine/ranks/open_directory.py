@@ -188,7 +188,10 @@ def open_directory(path: Place, own: OwnShard, *, options: RankOptions, exact_mo
         return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
     if isinstance(process_group, Ranks):
         return _join_over_store(path, process_group, process_group.call, peer_deadline_s, exact_modes)
-    channel = open_store_channel(process_group, deadline_s=peer_deadline_s)
+    try:
+        channel = open_store_channel(process_group, deadline_s=peer_deadline_s)
+    except PeerError as error:
+        raise PeerError(f"{str(path)!r} was not opened", rank=error.rank, cause=error.what, hint=error.hint) from None
     ranks = _ranks_over(channel, peer_deadline_s)
     try:
         opened = _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)

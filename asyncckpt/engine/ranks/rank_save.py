@@ -59,7 +59,7 @@ FACTS_MAX = 1_000_000
 
 async def save_with_ranks(job: SaveJob) -> Committed | SkippedByPeer:
     """Take one save of all ranks to its commit, unless another rank has skipped it."""
-    share = share_of(job)
+    share, where = share_of(job), job.target.root.path
     ranks = share.ranks
     save = RankSave(job, share)
     refused: CheckpointError | None = None
@@ -70,7 +70,7 @@ async def save_with_ranks(job: SaveJob) -> Committed | SkippedByPeer:
         except CheckpointError as error:
             refused = error
         begin = save.begin() if refused is None else Failed(cause_of(refused))
-        outcome = await run_call(ranks.channel, share.call, begin, save, ranks.limits, threads=talkers)
+        outcome = await run_call(ranks.channel, share.call, begin, save, ranks.limits, threads=talkers, where=where)
         if refused is not None:
             raise refused
     except BaseException as error:

@@ -40,8 +40,8 @@ T = TypeVar("T")
 class StepsTogether:
     """One rank's part in it; with one rank everything is decided here. All ranks call everything alike."""
 
-    def __init__(self, ranks: Ranks | None, termination: Termination) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks | None, termination: Termination, path: object = "") -> None:
+        self._ranks, self._path = ranks, str(path)
         self._termination = termination
         self._steps_count = 0
         self._stops_count = 0
@@ -87,7 +87,11 @@ class StepsTogether:
                 rank = error.rank if isinstance(error, PeerError) else ranks.rank
                 name = self._next_word() if ranks.is_coordinator else FAILED
                 with suppress(CheckpointError):  # The channel is gone, and so are those who would hear of it.
-                    self._put(ranks, name, {"rank": rank, "cause": cause_of(error)})
+                    cause = error.cause if isinstance(error, PeerError) else cause_of(error)
+                    self._put(ranks, name, {"rank": rank, "cause": cause})
+            if isinstance(error, PeerError) and self._path not in error.what:
+                what = f"nothing was restored from {self._path!r}"
+                raise PeerError(what, rank=error.rank, cause=error.what, hint=error.hint) from None
             raise
 
     @property
@@ -168,7 +172,7 @@ class StepsTogether:
             except DeadlineError as error:
                 self._check_failed(ranks)
                 if left_s <= LOOK_S:
-                    cause = f"it has said nothing for {seconds:g} s"
+                    cause = f"rank {rank} has said nothing for {seconds:g} s"
                     raise PeerError("no word about what is restored", rank=rank, cause=cause) from error
 
     def _said(self, name: str) -> Fields | None:

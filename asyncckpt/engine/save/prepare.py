@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.event_loop import check_may_wait_for
-from asyncckpt.engine.process.future import CheckpointFuture
+from asyncckpt.engine.process.future import CheckpointFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.device_stage import pin
 from asyncckpt.engine.save.save_job import SaveTarget
@@ -60,6 +60,8 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
             if found is not None and extents:
                 begin, end = min(begin for begin, _ in extents), max(end for _, end in extents)
                 pin(arena, begin, end, found, limit_bytes=target.options.device.pinned_memory_limit)
+        except (MemoryError, OSError) as error:
+            raise as_checkpoint_error(error, None, target.root.path) from error
         finally:
             pool.release(arena)
 

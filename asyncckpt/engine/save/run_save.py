@@ -70,7 +70,7 @@ def _touch_ahead(job: SaveJob) -> None:
         limit_bytes = job.target.options.host_memory_limit
         staged.arenas.touch_ahead(staged.arena, staged.base + job.plan.arena_bytes, limit_bytes=limit_bytes)
     except (MemoryError, OSError) as error:
-        log_warning("memory for growing tables was not made ready: %s", error)
+        log_warning("memory into which tables of %s may grow was not made ready: %s", job.target.root.path, error)
 
 
 def fail_save(job: SaveJob, error: BaseException) -> None:
@@ -78,7 +78,7 @@ def fail_save(job: SaveJob, error: BaseException) -> None:
     try:
         end_save(job, ok=False)
     finally:
-        job.future.fail(as_checkpoint_error(error, job.step))
+        job.future.fail(as_checkpoint_error(error, job.step, job.target.root.path))
 
 
 def end_save(job: SaveJob, *, ok: bool) -> None:

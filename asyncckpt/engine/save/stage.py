@@ -32,6 +32,7 @@ from asyncckpt.plan.regions import Regions, RegionWish, TableRows, plan_regions,
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.snapshot.capture import CopiesOnHost, NotAsPlanned, capture, first_look
 from asyncckpt.snapshot.table_capture import TableCapture
+from asyncckpt.staging.limits import DEFAULT_SHARE, spare_bytes
 
 NO_REGIONS = Regions(tables=(), bytes=0)
 
@@ -87,7 +88,7 @@ def choose_stage(
         chunks_bytes = 2 * CHUNK_BYTES if deferred and limit is None else 0  # Through which they are exported.
         if arenas.fits(last.arena_bytes + chunks_bytes, limit_bytes=limit):
             return last
-    shown = "a share of what is available" if limit is None else f"{limit} bytes"
+    shown = f"{limit} bytes" if limit is not None else f"{DEFAULT_SHARE:.0%} of the {spare_bytes()} bytes to spare"
     return unstaged(target, cut, f"a snapshot of {last.arena_bytes} bytes does not fit the host memory limit ({shown})")
 
 

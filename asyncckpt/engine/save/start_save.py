@@ -100,7 +100,7 @@ def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
             save_lock.release(ticket)
         else:
             _call_back(job, work)
-        ours = as_checkpoint_error(error, step)
+        ours = as_checkpoint_error(error, step, path)
         if ours is not error:
             raise ours from error
         raise
@@ -175,8 +175,9 @@ def _choose_stage(job: SaveJob, *, is_staged: bool, by_tree: bool) -> StageChoic
     if stage.fallback is not None:
         check_may_wait("a save that does not fit the memory limit")
         check_may_block_here(stage.fallback)
-        warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
-        what = "step %d of %s blocks until it is written: %s"
+        hint = "raise host_memory_limit, or free memory"
+        warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written ({hint})", RuntimeWarning)
+        what = f"step %d of %s blocks until it is written: %s ({hint})"
         log_at_times("fallback", target.root.path, what, job.step, target.root.path, stage.fallback)
     return stage
 

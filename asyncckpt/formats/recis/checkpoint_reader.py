@@ -58,7 +58,8 @@ class CheckpointReader:
     def read_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, for a slot the rows of all slices in order. NotFoundError, CorruptError, IOFailedError."""
         shape, dtype = self.tensor_shape(name), self.tensor_dtype(name)
-        with enough_memory(f"tensor {name!r}, {math.prod(shape) * dtype.itemsize} bytes"):
+        size, path = math.prod(shape) * dtype.itemsize, str(self._directory.path)
+        with enough_memory(f"tensor {name!r} of {path!r}, {size} bytes"):
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
         at = tensor.data_ptr()
         wanted = []

@@ -130,7 +130,7 @@ def export(asked: Conversion) -> ExportReport:
     plan_export(asked, ExportPlan.of)  # What is refused makes no folders.
     file, durability, progress = asked.exported, asked.options.durability, asked.progress
     with NewEntry(file, kind="torch", durability=durability) as entry, FileMemory(entry.scratch_file()) as memory:
-        with enough_memory("what is exported"):
+        with enough_memory(f"an export of {str(asked.source)!r}"):
             plan, state = _load(asked, memory)
         try:
             size = _write(entry, state, durability)

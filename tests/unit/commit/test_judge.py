@@ -120,7 +120,7 @@ def test_an_old_damaged_step_stays_and_all_newer_ones_come_and_go(
             saver.save(step)
             saver.wait_idle()
             assert asyncckpt.list_steps(tmp_path) == [*left, *([3, 10] if step == 10 else [step - 1, step])]
-    assert caplog.text.count("step 2, which is damaged") == 1
+    assert caplog.text.count("step 2, which cannot be used") == 1
     assert len(caplog.records) == 1
 
 
@@ -227,5 +227,5 @@ def test_the_command_says_what_is_damaged(tmp_path: Path) -> None:
     result = invoke("prune", tmp_path, "--latest", 1)
     assert result.exit_code == 1
     assert result.stdout.startswith("removed 1 checkpoint: 0, ")
-    assert "step 2 is damaged, and counts for no rule: shard file" in result.stdout
+    assert "step 2 cannot be used, and counts for no rule: shard file" in result.stdout
     assert os.listdir(tmp_path / "manifests") != []
