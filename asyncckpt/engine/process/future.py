@@ -354,9 +354,9 @@ class LoadFuture(CheckpointFuture[LoadReport]):
     """The future of one load."""
 
 
-def as_checkpoint_error(error: BaseException, step: int | None) -> BaseException:
+def as_checkpoint_error(error: BaseException, step: int | None, path: object = "") -> BaseException:
     """Return an error of the system as one of this library, others as they are."""
-    save = "the save" if step is None else f"the save of step {step}"
+    save = ("the save" if step is None else f"the save of step {step}") + (f" in {str(path)!r}" if path else "")
     if isinstance(error, MemoryError):
         wrapped = IOFailedError(f"{save} ran out of memory", hint="lower host_memory_limit, or use save()")
     elif isinstance(error, OSError) and not isinstance(error, CheckpointError):

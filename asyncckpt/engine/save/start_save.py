@@ -100,7 +100,7 @@ def start_save(target: SaveTarget, call: SaveCall) -> SaveFuture:
             save_lock.release(ticket)
         else:
             _call_back(job, work)
-        ours = as_checkpoint_error(error, step)
+        ours = as_checkpoint_error(error, step, path)
         if ours is not error:
             raise ours from error
         raise
