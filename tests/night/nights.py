@@ -23,6 +23,7 @@ STEPS = 9
 OPENED = "INFO {run} is open and locked: "
 COMMITTED = "INFO step {} of {{run}} is committed: "
 RESTORED = "INFO step {} of {{run}} is restored: "
+PASSED_BY = "WARNING step 6 of {run} is damaged and passed by, step 4 is tried: "
 WAIT_S = 100.0
 
 
