@@ -4,12 +4,16 @@ test is skipped.
 
 from __future__ import annotations
 
+import functools
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+NOBODY = 65534
 
 
 def run_tool(*command: object) -> None:
@@ -20,6 +24,14 @@ def run_tool(*command: object) -> None:
         pytest.skip(f"{command[0]} does not work here: {error}")
     if run.returncode:
         pytest.skip(f"{command[0]} does not work here: {run.stderr.strip()}")
+
+
+@functools.cache
+def as_nobody() -> tuple[str, ...]:
+    """The start of a command that runs as a user for whom modes hold."""
+    command = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+    run_tool(*command, sys.executable, "-c", "")
+    return command
 
 
 @contextmanager
@@ -34,9 +46,9 @@ def read_only_mount(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def small_disk(path: Path, *, mib: int) -> Iterator[None]:
-    """The folder as a disk of its own, of so many MiB."""
-    run_tool("mount", "-t", "tmpfs", "-o", f"size={mib}m", "none", path)
+def small_disk(path: Path, *, mib: int, inodes: int = 0) -> Iterator[None]:
+    """The folder as a disk of its own, of so many MiB and inodes (0: any number)."""
+    run_tool("mount", "-t", "tmpfs", "-o", f"size={mib}m,nr_inodes={inodes}", "none", path)
     try:
         yield
     finally:

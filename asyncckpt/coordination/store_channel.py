@@ -176,7 +176,7 @@ class StoreChannel:
         key = put_key(call, name)
         looking = self._ask(lambda store: find_value(store, key))
         if not looking.wait(timeout_s):
-            raise DeadlineError(f"the channel did not answer within {timeout_s} s")
+            raise PeerError("no word from rank 0", rank=0, cause=f"its channel did not answer within {timeout_s:g} s")
         return self._result(looking)
 
     def forget(self, call: int) -> None:

@@ -38,7 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if at is os else None
 def io_failed(what: str, error: OSError) -> IOFailedError:
     """Wrap an OSError once, at this door."""
     hints = {
-        errno.ENOSPC: "free space there, then save again: a directory needs room for one checkpoint more than `keep`",
+        errno.ENOSPC: "free space or inodes (`df -i`): a directory needs room for one checkpoint more than `keep`",
         errno.EDQUOT: "free space there (`asyncckpt prune`), or ask for a larger quota",
         errno.EFBIG: "raise the limit of a file's size (ulimit -f), or take a file system that allows larger ones",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -20,10 +19,9 @@ from crafted import Crafted
 from sentinels import Targets, save_one
 
 import asyncckpt
-from tests.read_only import read_only_mount, run_tool
+from tests.read_only import NOBODY, as_nobody, read_only_mount, run_tool
 
 IOFailedError = asyncckpt.IOFailedError
-NOBODY = 65534
 CHILD = """
 import json, sys, torch, asyncckpt
 try:
@@ -49,14 +47,6 @@ def immutable(*paths: Path) -> Iterator[None]:
             subprocess.run(["chattr", "-i", path], check=True)
 
 
-@functools.cache
-def python_of_nobody() -> tuple[str, ...]:
-    """The command of Python as a user whom modes hold for."""
-    command = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", sys.executable)
-    run_tool(*command, "-c", "")
-    return command
-
-
 @pytest.fixture
 def visible(saved_once: Path) -> Iterator[Crafted]:
     """A small sound checkpoint where every user may look; pytest's own folders are closed to others."""
@@ -70,7 +60,7 @@ def visible(saved_once: Path) -> Iterator[Crafted]:
 
 def error_of_nobody(body: str, path: Path) -> tuple[str, str]:
     """Class and message of what a line of Python ends with for another user."""
-    command = [*python_of_nobody(), "-c", CHILD.format(body=body), str(path)]
+    command = [*as_nobody(), sys.executable, "-c", CHILD.format(body=body), str(path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=120)
     assert run.returncode == 0, run.stderr
     name, message = json.loads(run.stdout.splitlines()[-1])

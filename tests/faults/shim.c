@@ -17,14 +17,14 @@
 #include <unistd.h>
 
 // Keep in step with shim.py.
-enum action { PASS, KILL_BEFORE, KILL_AFTER, FAIL, LIE, SHORT, ZERO };
+enum action { PASS, KILL_BEFORE, KILL_AFTER, FAIL, LIE, SHORT, ZERO, DELAY };
 enum kind { OPEN, CREATE, READ, WRITE, TRUNCATE, ALLOCATE, SYNC, RENAME, LINK, MKDIR, UNLINK, RMDIR, CLOSE, MARK };
 
 enum { PATH_MAX_BYTES = 4096 };
 
 static struct {
   char watch[PATH_MAX_BYTES];  // Empty: nothing is watched.
-  long at;                     // The number of the operation that is hit; the first one is 0.
+  long at;                     // The number of the operation that is hit; the first one is 0, and -1 is none.
   int action, error;
   unsigned sticky_kinds;       // Bits of the kinds that are hit after operation `at` too.
   int log;                     // A descriptor opened for appending, or -1.
@@ -84,7 +84,7 @@ static int begin(struct turn *turn, enum kind kind, int folder, const char *name
   turn->target[0] = 0;
   turn->number = atomic_fetch_add(&operations_count, 1);
   const int again = turn->number > plan.at && (plan.sticky_kinds >> kind & 1);
-  turn->action = plan.at >= 0 && (turn->number == plan.at || again) ? plan.action : PASS;
+  turn->action = turn->number == plan.at || again ? plan.action : PASS;
   if (turn->action != PASS) atomic_fetch_add(&hits_count, 1);
   // A failed close has closed all the same, and a failed open must not lose a descriptor.
   if (kind == CLOSE && turn->action == FAIL) turn->action = LIE;
@@ -92,6 +92,7 @@ static int begin(struct turn *turn, enum kind kind, int folder, const char *name
     write_log(turn, 0, 0, 0, NULL, 1);
     syscall(SYS_kill, syscall(SYS_getpid), SIGKILL);
   }
+  if (turn->action == DELAY) usleep((useconds_t)plan.error * 1000);
   return 1;
 }
 

@@ -28,6 +28,7 @@ class Action(IntEnum):
     LIE = 4  # The operation is done and reported as failed.
     SHORT = 5  # A read or write moves only a part.
     ZERO = 6  # A read or write moves nothing and reports 0.
+    DELAY = 7  # The operation is done, later by as many milliseconds as `error` says.
 
 
 class OpKind(IntEnum):
@@ -65,7 +66,7 @@ STICKY_KINDS = {
 
 @dataclass(frozen=True)
 class DiskFault:
-    """What shall happen at operation `at`, and at all later ones of `sticky` kinds."""
+    """What shall happen at operation `at` (-1: at none), and at all later ones of `sticky` kinds."""
 
     action: Action
     at: int

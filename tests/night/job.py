@@ -1,7 +1,9 @@
 """A job as it runs at night: DIR STEPS OPTIONS, of which the last are JSON.
 
-fallback, every, keep, upload, sleep  of the restore, the Checkpointer and between two steps
-at                                    {step: what happens then}: term, kill, fork, back (the clock), wait (for a file)
+fallback, every, keep, upload, sleep, on_error  of the restore, the Checkpointer and between two steps
+calm    false: the next step begins while a save is in flight
+at      {step: what happens when it begins; "restore", "loading": or then}: see happen
+fault   what "fault" does to the disk from then on: [error or milliseconds, kind of operation, ...]
 
 Logs to stderr as a job does. Its tensor holds the number of steps that were made; the end prints it, and the counts of
 saves as Prometheus would read them.
@@ -9,6 +11,8 @@ saves as Prometheus would read them.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
@@ -22,26 +26,60 @@ import torch
 
 import asyncckpt
 from asyncckpt.events import prometheus_events
+from tests.faults.shim import Action, DiskFault, OpKind, Shim
+from tests.worlds.objects import Stateful
 
 BIG = 1 << 18  # A MiB of floats.
+DAY_S = 86400.0
+SIGNALS = {"term": signal.SIGTERM, "kill": signal.SIGKILL, "interrupt": signal.SIGINT}
 
 
-def happen(what: str, folder: Path) -> None:
-    if what == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif what == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+def happen(what: str, folder: Path, fault: list[Any]) -> None:
+    if what in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[what])
+    elif what == "term twice":
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+    elif what == "raise":
+        raise RuntimeError("the loss is not finite")
     elif what == "fork":
         if os.fork() == 0:
             sys.exit(0)  # As a worker of a data loader ends.
         os.wait()
-    elif what == "back":
-        real = time.gmtime
-        time.gmtime = lambda seconds=None: real((time.time() if seconds is None else seconds) - 86400.0)
+    elif what == "orphan":
+        if os.fork() == 0:
+            wait(folder, what)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what in ("back", "forward"):
+        real, seconds_off = time.gmtime, DAY_S if what == "forward" else -DAY_S
+        time.gmtime = lambda seconds=None: real((time.time() if seconds is None else seconds) + seconds_off)
+    elif what == "hog":
+        hog = []
+        while True:
+            hog.append(bytes(b"x" * (1 << 20)))
+    elif what == "files":
+        with contextlib.suppress(OSError):
+            while True:
+                os.dup(0)
+    elif what == "fault":
+        disturb(folder / "run", *fault)
     else:
-        (folder / "waits").touch()
-        while not (folder / "goes on").exists():
-            time.sleep(0.01)
+        wait(folder, what)
+
+
+def wait(folder: Path, what: str) -> None:
+    """Wait until the test lets it go on."""
+    (folder / what).touch()
+    while not (folder / f"{what} is over").exists():
+        time.sleep(0.01)
+
+
+def disturb(path: Path, error: str | int, *kinds: str) -> None:
+    """Let operations of these kinds fail from now on, kill the process ("KILL"), or take so many milliseconds more."""
+    action = {int: Action.DELAY, str: Action.FAIL}[type(error)] if error != "KILL" else Action.KILL_BEFORE
+    number = error if isinstance(error, int) else getattr(errno, error, 0)
+    Shim().arm(path, DiskFault(action, at=-1, error=number, sticky=frozenset(OpKind[kind] for kind in kinds)))
 
 
 def main(path: str, steps: int, options: dict[str, Any]) -> None:
@@ -58,18 +96,30 @@ def main(path: str, steps: int, options: dict[str, Any]) -> None:
         more["upload"] = asyncckpt.UploadOptions(
             options["upload"], request_deadline=1.0, deadline=options.get("deadline", 60.0)
         )
-    done = torch.zeros(BIG)
-    at = {int(step): what for step, what in options.get("at", {}).items()}
+    done, at = torch.zeros(BIG), options.get("at", {})
+
+    def at_moment(name: object) -> None:
+        if str(name) in at:
+            happen(at[str(name)], Path(path).parent, options.get("fault", []))
+
     try:
         with asyncckpt.Checkpointer(
-            path, every=options.get("every", 2), keep=options.get("keep", 3), options=more, done=done
+            path,
+            every=options.get("every", 2),
+            keep=options.get("keep", 3),
+            on_error=options.get("on_error", "raise"),
+            options=more,
+            done=done,
+            part=Stateful({"a": 1}, loading=lambda: at_moment("loading")),
         ) as ckpt:
+            at_moment("restore")
             for step in range(ckpt.restore(fallback=options.get("fallback", False)), steps):
+                at_moment(step)
                 done += 1
                 time.sleep(options.get("sleep", 0.02))
-                if step in at:
-                    happen(at[step], Path(path).parent)
-                ckpt.step(step)
+                future = ckpt.step(step)
+                while options.get("calm", True) and future is not None and not future.done():
+                    time.sleep(0.01)
     finally:
         if registry is not None:
             names = [metric for metric in registry.collect() if metric.name == "asyncckpt_saves"]

