@@ -103,7 +103,7 @@ class CorruptError(CheckpointError):
     def within(self, path: object) -> CorruptError:
         """Return a new one that says in which directory or store, too."""
         found = CorruptError(str(self) if str(path) in str(self) else f"in {str(path)!r}: {self}")
-        found.hint = self.hint
+        vars(found).update(vars(self))
         return found
 
 

@@ -271,9 +271,9 @@ def _loads_by_numbers(own: Any) -> bool:
     """Return whether an optimizer has a state dict of torch's form, and loads it in a way of its own."""
     if not isinstance(own, torch.optim.Optimizer) or hasattr(type(own), "_check_state") or _is_known(own):
         return False
-    both = own.state_dict(), torch.optim.Optimizer.state_dict(own)
-    numbers = [[group["params"] for group in each["param_groups"]] for each in both if is_optimizer_state(each)]
-    return len(numbers) == 2 and numbers[0] == numbers[1]
+    groups = state["param_groups"] if is_optimizer_state(state := own.state_dict()) else []
+    numbers = [number for group in groups for number in group["params"]]
+    return bool(numbers) and numbers == [*range(len(numbers))]
 
 
 def loads_as(base: Any, owner: Any) -> bool:

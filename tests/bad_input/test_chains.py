@@ -157,7 +157,7 @@ def test_case_045_long_chains_are_shown_short(chain: Chain) -> None:
         top = write_delta(top.root, step, top)
     chain[100].manifest.unlink()
     message = broken(chain, "chain 160 -> 159 -> 158 -> ", "... 17 more ...", "-> 100 (full)", step=160)
-    assert len(message) < 300
+    assert len(message.replace(str(chain[100].root), "")) < 300
 
 
 def test_case_045_fallback_passes_over_what_is_broken(chain: Chain) -> None:

@@ -37,7 +37,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> 
     return [float(parameter.float().sum()) for parameter in model.parameters()]
 
 
-class Masters(torch.optim.Optimizer):
+class FloatMasters(torch.optim.Optimizer):
     """Keeps moments and weights in float32, whatever the parameters are."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
@@ -56,7 +56,7 @@ class Masters(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("inside", [0, 1, 2])
-@pytest.mark.parametrize("kind", [Masters, torch.optim.NAdam, torch.optim.Adafactor])
+@pytest.mark.parametrize("kind", [FloatMasters, torch.optim.NAdam, torch.optim.Adafactor])
 def test_training_goes_on_bit_for_bit(tmp_path: Path, inside: int, kind: Any) -> None:
     """Moments in float32 of parameters in bfloat16 were rounded to these."""
     optimizer, state = stepped(kind, inside=inside, dtype=torch.bfloat16)
@@ -105,7 +105,7 @@ class Odd:
         return {"x": 1}
 
 
-class OwnState(TrainerState):
+class OwnTrainerState(TrainerState):
     """Saves and loads in a way of its own: as TrainerState did, with all parts as plain state dicts."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,15 +123,15 @@ def test_objects_with_odd_attributes_are_saved(tmp_path: Path) -> None:
 
 def test_a_class_that_is_derived_loads_in_its_own_way_and_older_checkpoints_are_read(tmp_path: Path) -> None:
     optimizer, state = stepped(torch.optim.Adam, inside=0)
-    kept(tmp_path, {"m": state["m"], "t": OwnState(StepCounter(7), o=optimizer)})
+    kept(tmp_path, {"m": state["m"], "t": OwnTrainerState(StepCounter(7), o=optimizer)})
     wanted = str(optimizer.state_dict())
-    for kind in (OwnState, TrainerState):
+    for kind in (OwnTrainerState, TrainerState):
         optimizer, state = stepped(torch.optim.Adam, inside=0)
         step(state["m"], optimizer)
         trainer = kind(o=optimizer)
         restore(tmp_path, {"m": state["m"], "t": trainer})
         assert (str(optimizer.state_dict()), int(trainer.step)) == (wanted, 7)
-        assert hasattr(trainer, "was_asked") == (kind is OwnState)
+        assert hasattr(trainer, "was_asked") == (kind is OwnTrainerState)
 
 
 def test_parts_come_and_go(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ BUDGET = {
         SPREAD: 552,
         STAGES: 1324,
         HEARD: 320,
-        NIGHT: 3459,
+        NIGHT: 3460,
     },
     "public names": {FIRST: 225, ROWS: 1},
     "parameters of public names": {FIRST: 174, CHANGED: 2, NIGHT: 3},
