@@ -102,8 +102,9 @@ class CorruptError(CheckpointError):
 
     def within(self, path: object) -> CorruptError:
         """Return a new one that says in which directory or store, too."""
-        found = CorruptError(str(self) if str(path) in str(self) else f"in {str(path)!r}: {self}")
-        vars(found).update(vars(self))
+        begin = "" if repr(str(path)) in str(self) else f"in {str(path)!r}: "
+        found = CorruptError(f"{begin}{self}")
+        vars(found).update(vars(self), what=f"{begin}{self.what}")
         return found
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from asyncckpt.errors import IOFailedError
+from asyncckpt.errors import CheckpointError, IOFailedError
 
 # torch has an error of its own for devices alone, and these words for hosts. The last two are NumPy's, of what has more
 # bytes than there are addresses.
@@ -38,6 +38,8 @@ def raise_lack_of_memory(error: Exception, what: str) -> None:
     """Raise IOFailedError where an error says that there is no memory, also for a part of `what`."""
     if isinstance(error, IOFailedError) and error.errno == errno.ENOMEM and what not in error.what:
         raise IOFailedError(f"{error.what}, in {what}", errno=errno.ENOMEM, hint=error.hint) from error.__cause__
+    if isinstance(error, CheckpointError):
+        return
     if isinstance(error, MemoryError) or any(says in str(error) for says in _SAYS):
         lines = _OF_TORCH.sub("", str(error).strip()).splitlines() or ["nothing says how much was asked for"]
         limits = sys.modules.get("asyncckpt.staging.limits")  # Above this one; loads have it.

@@ -269,13 +269,12 @@ class _OfTorch:
 
     def __call__(self, stored: Any) -> Any:
         changed, own, groups = self._changed, self._item.owner.state_dict(), stored["param_groups"]
-        sources = list(map(changed._parameters.sources, self._paths))
         numbers = changed._parameters.numbers(own["param_groups"], groups, self._paths)
         order = [number for group in groups for number in group["params"]]
         is_same = sizes_of(own["param_groups"]) == sizes_of(groups) and list(numbers.values()) == order
         shapes = [tuple(parameter.shape) for parameter in self._parameters]
-        pairs = zip(sources, shapes, strict=True)
-        was = [next((each.shape for each in found if each.shape != shape), shape) for found, shape in pairs]
+        stored_as = map(changed._parameters.shape_before, self._paths)
+        was = [shape if found is None else found for found, shape in zip(stored_as, shapes, strict=True)]
         if is_same and was == shapes and not changed._changes.names.new:
             return stored
         is_renamed = len(numbers) == len(order) == len(shapes) and changed._parameters.are_others(self._paths)

@@ -209,3 +209,16 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     if not math.prod(shape):
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def memory_of(tensor: Any) -> object:
+    """Return where a tensor is, or what of a spread one is here: the same for a parameter and for what is loaded.
+
+    The same memory as other numbers, such as a view of another dtype, is another place.
+    """
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if local.layout is not torch.strided or local.is_nested:
+        return id(tensor)  # It is in several places.
+    address = local.data_ptr() if local.numel() else 0
+    form = tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg()
+    return (address, *form) if address else None

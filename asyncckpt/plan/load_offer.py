@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from asyncckpt.errors import UsageError
@@ -273,7 +274,8 @@ def wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
 
 
 def inside_modules(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> Iterator[tuple[str, Path]]:
-    """Return unexpected entries inside modules that are loaded, with paths; what nobody asked for is only reported.
+    """Return unexpected entries inside modules that are loaded, and parts of a TrainerState that it has no more, with
+    paths; what nobody asked for is only reported.
 
     Nor is what only some of the ranks had: other ranks may want it now.
     """
@@ -283,7 +285,13 @@ def inside_modules(contents: Contents, targets: DenseTargets, unexpected: list[s
         return owner is not None and owner.is_module and path in contents.sure_paths
 
     paths = ((name, contents.dense[name].path) for name in unexpected if name in contents.dense)
-    return ((name, path) for name, path in paths if is_inside(path))
+    parts = {
+        leaf[: len(path) + 1]: None
+        for path, names in targets.holders.items()
+        for leaf in (*contents.sure_paths, *contents.values)
+        if leaf[: len(path)] == path and leaf[len(path)] not in names
+    }
+    return chain(((name, path) for name, path in paths if is_inside(path)), ((path_name(path), path) for path in parts))
 
 
 def other_entries(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:

@@ -21,6 +21,7 @@ from asyncckpt.model.block import BlockSpec, overlap
 from asyncckpt.model.table import ID_COLUMN, Column, Role, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, described, make_up, may_share_ids
 from asyncckpt.plan.contents import Contents, StoredDense
+from asyncckpt.plan.leaf_memory import memory_of
 from asyncckpt.plan.load_offer import LoadFilter, Loads, Offer, inside_modules, other_entries
 from asyncckpt.plan.load_targets import (
     DenseTargets,
@@ -32,7 +33,7 @@ from asyncckpt.plan.load_targets import (
     owner_of,
 )
 from asyncckpt.plan.loaded_modules import ModuleSources, ResizingModules
-from asyncckpt.plan.object_checks import ObjectChecks, memory_of
+from asyncckpt.plan.object_checks import ObjectChecks
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
@@ -88,9 +89,8 @@ class TableLoadPlan:
 @dataclass(frozen=True)
 class LoadPlan:
     """All that is loaded. metadata: of modules and `state_dicts`. not_given: see loaded_modules.py. apart: targets that
-    overlap, see overlapping_targets.py. composites: what is done with these, where there are any.
-    fits: what makes the states of objects fit, by the paths of these. left: objects that are not loaded, and why.
-    is_empty: nothing of what the targets ask for.
+    overlap, see overlapping_targets.py. composites: what is done with these, where there are any. fits: what makes the
+    states of objects fit, by their paths. left: objects that are not loaded, and why. is_empty: nothing is asked for.
     """
 
     dense: tuple[DenseLoad, ...]

@@ -16,7 +16,7 @@ Its tensors are whole ones, but
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -107,7 +107,8 @@ class DenseTargets:
 
     scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can write
     to; the caller gets them back as values. leaf_paths: those of all tensors in the state, in its order. state_dicts:
-    those of torch that say something of modules, outside of objects. composites: see `flatten`.
+    those of torch that say something of modules, outside of objects. composites: see `flatten`. holders: the names of
+    the parts of each TrainerState.
     """
 
     in_place: tuple[InPlace, ...]
@@ -118,6 +119,7 @@ class DenseTargets:
     leaf_paths: tuple[Path, ...] = ()
     state_dicts: tuple[Rebuilt, ...] = ()
     composites: tuple[OfComposite, ...] = ()
+    holders: Mapping[Path, Collection[str]] = field(default_factory=dict)
 
     @cached_property
     def _owners(self) -> dict[Path, Rebuilt]:
@@ -215,6 +217,7 @@ def dense_targets(
         leaf_paths=paths,
         state_dicts=state_dicts,
         composites=tuple(composites),
+        holders={path: held for path, owner in flat.stateful if (held := objects_in(owner)) is not None},
     )
 
 

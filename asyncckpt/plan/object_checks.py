@@ -27,6 +27,7 @@ from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import VALUE, Path, composites, descend, leaves, path_name, rebuild
 from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_known_class
 from asyncckpt.plan.contents import Contents, StoredDense
+from asyncckpt.plan.leaf_memory import memory_of
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class ObjectChecks:
                 if self._strict and class_names(own) and (other := other_class(own, classes, set(), set())):
                     return [f"{name!r} {other}"]
                 own._check_state(stored)
-                return []
+                return self._of_parts(item)
             if is_foreign:
                 return [f"{name!r} {what}" for what in self._of_foreign(own, stored)]
             if isinstance(own, torch.optim.Optimizer):
@@ -174,6 +175,15 @@ class ObjectChecks:
                 f"{name!r} does not take its state, which no such object has saved: {type(error).__name__}: {error}"
             ]
         return []
+
+    def _of_parts(self, item: Rebuilt) -> list[str]:
+        """Compare parts of a TrainerState that loads in a way of its own: they get what was stored, as it is."""
+        parts, changed, self._changed = getattr(item.owner, "_inner_objects", {}), self._changed, None
+        try:
+            inner = [Rebuilt(path=(*item.path, key), owner=part, tree=VALUE) for key, part in parts.items()]
+            return [what for part in inner for what in self.problems(part)]
+        finally:
+            self._changed = changed
 
     def _state(self, path: Path) -> Any:
         """Return what was stored at a path, with tensors that have but dtypes and shapes."""
@@ -236,9 +246,8 @@ class ObjectChecks:
             return
         for number, parameter in enumerate(each for group in own.param_groups for each in group["params"]):
             paths = self._parameters.paths(parameter)
-            sources = self._parameters.sources(paths)
-            is_new = not self._strict and paths and not sources
-            if is_new or any(each.shape != tuple(parameter.shape) for each in sources):
+            is_new = not self._strict and paths and not self._parameters.sources(paths)
+            if is_new or self._parameters.shape_before(paths) is not None:
                 yield f"has a parameter {number} that is {'not loaded' if is_new else 'of another shape'}"
                 return
         yield from self._other_order(own, groups)
@@ -280,19 +289,6 @@ def loads_as(base: Any, owner: Any) -> bool:
     """Return whether load_state_dict of an object is torch's own."""
     is_own = isinstance(owner, base) and type(owner).load_state_dict is base.load_state_dict
     return is_own and "load_state_dict" not in vars(owner)
-
-
-def memory_of(tensor: Any) -> object:
-    """Return where a tensor is, or what of a spread one is here: the same for a parameter and for what is loaded.
-
-    The same memory as other numbers, such as a view of another dtype, is another place.
-    """
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if local.layout is not torch.strided or local.is_nested:
-        return id(tensor)  # It is in several places.
-    address = local.data_ptr() if local.numel() else 0
-    form = tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg()
-    return (address, *form) if address else None
 
 
 def parameters_at(places: Collection[object], owners: Iterable[Any]) -> Mapping[int, torch.dtype]:

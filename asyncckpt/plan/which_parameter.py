@@ -28,8 +28,8 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.format.tree import Path, composites, path_name
 from asyncckpt.plan.contents import Contents, StoredDense
+from asyncckpt.plan.leaf_memory import memory_of
 from asyncckpt.plan.load_targets import DenseTargets, InPlace
-from asyncckpt.plan.object_checks import memory_of
 from asyncckpt.plan.wrapped_names import bare_name
 
 _HINT = "make optimizers of named_parameters(), before the model changes, and keep the names that they have"
@@ -49,12 +49,13 @@ class Parameters:
         was: Mapping[Path, Path],
     ) -> None:
         self._contents, self._targets, self._was = contents, targets, was
-        self._sources = {target.path: source for target, source in loads if target is not None}
+        pairs = [(target, source) for target, source in loads if target is not None]
+        self._sources = {target.path: source for target, source in pairs}
+        self._resized = {target.path: source.shape for target, source in pairs if source.shape != target.whole_shape}
         for path, _, parts in targets.composites:  # As one tensor, from where its parts are loaded.
             for name in parts.inner:
                 if (source := self._sources.get((*path, name))) is not None:
-                    whole = parts.facts.shape or source.shape  # It is never resized.
-                    self._sources.setdefault(path, replace(source, path=source.path[:-1], shape=whole))
+                    self._sources.setdefault(path, replace(source, path=source.path[:-1]))
 
     @cached_property
     def _of_objects(self) -> Mapping[int, list[Path]]:
@@ -87,6 +88,10 @@ class Parameters:
 
     def sources(self, paths: Iterable[Path]) -> list[StoredDense]:
         return [self._sources[path] for path in paths if path in self._sources]
+
+    def shape_before(self, paths: Iterable[Path]) -> tuple[int, ...] | None:
+        """Return the stored shape of a parameter that has another one now; None: it is the same."""
+        return next((self._resized[path] for path in paths if path in self._resized), None)
 
     def numbers(
         self, own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], at: Sequence[Sequence[Path]]

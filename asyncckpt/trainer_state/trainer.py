@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
+
 from asyncckpt.errors import IncompatibleError, UsageError
 from asyncckpt.format.names import check_step
 from asyncckpt.trainer_state.data_position import DataPosition
 from asyncckpt.trainer_state.rng import RngState
+
+_NO_OBJECTS = (Mapping, list, tuple, type, torch.Tensor, np.ndarray)
 
 
 class StepCounter:
@@ -75,10 +80,13 @@ class TrainerState:
 
     @property
     def _objects_in_it(self) -> dict[str, Any] | None:
-        """The parts; None of a derived class that saves or loads in a way of its own. See plan/module_state.py."""
+        """The parts; None of a derived class that saves or loads in a way of its own, or where a part would be taken
+        for something else than an object with a state dict. See plan/module_state.py.
+        """
         own, ours = type(self), TrainerState
         is_ours = own.state_dict is ours.state_dict and own.load_state_dict is ours.load_state_dict
-        return self._inner_objects if is_ours else None
+        are_objects = not any(isinstance(part, _NO_OBJECTS) for part in self._inner_objects.values())
+        return self._inner_objects if is_ours and are_objects else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dicts of the parts, by name."""

@@ -153,6 +153,64 @@ def test_parts_come_and_go(tmp_path: Path) -> None:
     assert torch.equal(state["t"]._inner_objects["average"].weight, average.weight)
 
 
+@pytest.mark.parametrize("gone", ["plain", "tensors"])
+def test_a_part_that_is_not_here_any_more_is_told(tmp_path: Path, gone: str) -> None:
+    """A strict load went on without it, and said nothing."""
+    more = StepCounter(9) if gone == "plain" else nn.Linear(2, 2)
+    kept(tmp_path, {"t": TrainerState(StepCounter(5), more=more, inner=TrainerState(StepCounter(6), more=more))})
+    trainer = TrainerState(inner=TrainerState())
+    with pytest.raises(
+        IncompatibleError, match=r"only in the checkpoint.*'t.inner.more.*'t.more|'t.more.*'t.inner.more"
+    ):
+        restore(tmp_path, {"t": trainer})
+    assert int(trainer.step) == 0
+    restore(tmp_path, {"t": trainer}, strict=False)
+    assert (int(trainer.step), int(trainer._inner_objects["inner"].step)) == (5, 6)
+
+
+class Settings(dict[str, Any]):
+    """A part that is a dict, and says itself what its state is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": dict(self)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.update(state["kept"])
+
+
+def test_a_part_that_is_a_dict_with_a_state_dict_is_asked(tmp_path: Path) -> None:
+    kept(tmp_path, {"t": TrainerState(StepCounter(5), settings=Settings(rate=0.25))})
+    trainer = TrainerState(settings=Settings(rate=0.5))
+    restore(tmp_path, {"t": trainer})
+    assert (int(trainer.step), trainer._inner_objects["settings"]["rate"]) == (5, 0.25)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("change", ["order", "class", "groups"])
+def test_parts_of_a_derived_class_are_checked_before_anything_is_filled(
+    tmp_path: Path, change: str, strict: bool
+) -> None:
+    def made(kind: Any = torch.optim.AdamW, names: str = "ab") -> tuple[Any, State]:
+        model = layers("ab")
+        parameters = [(f"{name}.weight", model[name].weight) for name in names]
+        optimizer = kind(parameters, lr=0.25)
+        return optimizer, {"m": model, "t": OwnTrainerState(o=optimizer)}
+
+    optimizer, state = made()
+    step(state["m"], optimizer)
+    kept(tmp_path, state)
+    now: State = {"order": {"names": "ba"}, "class": {"kind": torch.optim.SGD}, "groups": {"names": "a"}}
+    optimizer, state = made(**now[change])
+    before = state["m"]["a"].weight.clone()
+    if strict:
+        with pytest.raises(IncompatibleError, match="nothing was changed"):
+            restore(tmp_path, state)
+        assert torch.equal(state["m"]["a"].weight, before)
+    else:
+        report, told = restore(tmp_path, state, strict=False)
+        assert (list(report.missing), len(told), len(optimizer.state)) == (["t"], 1, 0)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_module_in_it_is_filled_as_one_alone(tmp_path: Path, strict: bool) -> None:
     """A buffer with another number of values failed when all weights were filled."""
@@ -218,6 +276,30 @@ def test_an_optimizer_that_loads_in_its_own_way_is_taken_as_a_whole_or_not(
     assert len(told) == bool(why)
     if why:
         assert ("t.o" if inside else "t") in report.missing
+
+
+@pytest.mark.parametrize("kind", [OwnLoad, torch.optim.AdamW])
+@pytest.mark.parametrize("call", [{}, {"strict": False}, {"rename": {"m": "n"}}])
+def test_an_optimizer_of_the_local_part_of_a_tensor_keeps_its_state(tmp_path: Path, kind: Any, call: State) -> None:
+    """Its parameter has another shape than what was stored of all ranks, and was taken for a resized one."""
+
+    def made(name: str) -> tuple[Any, State]:
+        local = nn.Parameter(torch.ones(2, 2))
+        whole = asyncckpt.Sharded(
+            (4, 2), local.dtype, (asyncckpt.Piece(local.detach(), (0, 0)), asyncckpt.Piece(torch.ones(2, 2), (2, 0)))
+        )
+        optimizer = kind([("w", local)], lr=0.25)
+        local.grad = torch.ones_like(local)
+        optimizer.step()
+        return optimizer, {name: whole, "o": optimizer}
+
+    optimizer, state = made("m")
+    kept(tmp_path, state)
+    wanted = str(optimizer.state_dict())
+    optimizer, state = made("n" if "rename" in call else "m")
+    optimizer.state.clear()
+    report, _ = restore(tmp_path, state, **call)
+    assert (list(report.missing), str(optimizer.state_dict())) == ([], wanted)
 
 
 class NotOfTorch(torch.optim.Optimizer):

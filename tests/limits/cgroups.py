@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class Group:
     def made(name: str) -> Iterator[Group]:
         is_v1 = (V1 / "memory.limit_in_bytes").exists()
         files = ("memory.limit_in_bytes", "memory.max_usage_in_bytes") if is_v1 else ("memory.max", "memory.peak")
-        group = Group((V1 if is_v1 else V2) / name, *files)
+        group = Group((V1 if is_v1 else V2) / f"{name}-{os.getpid()}", *files)
         try:
             group.folder.mkdir()
         except OSError as error:

@@ -27,7 +27,8 @@ import torch
 from asyncckpt.format.tree import Node, Path, key_value
 from asyncckpt.format.values import MAPPINGS
 from asyncckpt.modules.named_parts import Values, filled, is_plain
-from asyncckpt.plan.object_checks import loads_as, memory_of
+from asyncckpt.plan.leaf_memory import memory_of
+from asyncckpt.plan.object_checks import loads_as
 from asyncckpt.plan.state import stored_key
 from asyncckpt.plan.wrapped_names import without_sure_parts
 
