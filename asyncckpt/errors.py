@@ -100,12 +100,10 @@ def _resolve_on_rank_0() -> bool:
 class CorruptError(CheckpointError):
     """Bytes on disk are not what was written."""
 
-    def within(self, path: object) -> CorruptError:
-        """Return a new one that says in which directory or store, too."""
-        begin = "" if repr(str(path)) in str(self) else f"in {str(path)!r}: "
-        found = CorruptError(f"{begin}{self}")
-        vars(found).update(vars(self), what=f"{begin}{self.what}")
-        return found
+    def say_where(self, path: object) -> None:
+        """Say in which directory or store, too."""
+        if (where := repr(str(path))) not in str(self):
+            self.args, self.what = (f"in {where}: {self}",), f"in {where}: {self.what}"
 
 
 class IncompatibleError(CheckpointError):

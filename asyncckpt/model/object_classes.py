@@ -30,10 +30,9 @@ def class_names(owner: Any) -> tuple[str, ...]:
     Empty for others, and for one with a load_state_dict of its own: that of a wrapper may be of anything.
     """
     base = next((base for base in CLASSES_OF if isinstance(owner, base)), None)
-    loads = (
-        type(owner).load_state_dict if base is torch.optim.Optimizer and not hasattr(owner, "_check_state") else None
-    )
-    if base is None or loads not in (None, torch.optim.Optimizer.load_state_dict):
+    torchs_load, own = torch.optim.Optimizer.load_state_dict, type(owner)
+    is_wrapper = base is torch.optim.Optimizer and own.load_state_dict is not torchs_load
+    if base is None or (is_wrapper and not hasattr(own, "_check_state")):  # Those of tables are our own.
         return ()
     classes = type(owner).__mro__
     return tuple(cls.__name__ for cls in classes[: classes.index(base)])

@@ -13,6 +13,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import checkpoints
+from asyncckpt.errors import CorruptError, with_earlier
 from asyncckpt.storage.directory import Directory
 from tests.worlds.directories import flip_byte, manifest_path
 from tests.worlds.filled import Filled, check_all, damage
@@ -284,3 +285,17 @@ def test_a_loop_whose_older_step_does_not_fit_saves_nothing(tmp_path: Path) -> N
         with pytest.raises(asyncckpt.UsageError, match="the state is not saved: loading step 2 has failed"):
             ckpt.step(3)
     assert asyncckpt.list_steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_an_error_that_names_its_directory_is_told_once(tmp_path: Path, fallback: bool) -> None:
+    """It was its own cause under another text, so that tracebacks and warnings showed it twice."""
+    for step in (1, 2):
+        asyncckpt.save(tmp_path, {"x": torch.ones(1000)}, step=step, durability="none")
+        (name,) = asyncckpt.describe(tmp_path, step).files
+        flip_byte(tmp_path / name)
+    with pytest.raises(CorruptError) as raised:
+        asyncckpt.Loader(tmp_path, tensors={"x": torch.zeros(1000)}, fallback=fallback).load()
+    told = with_earlier(raised.value)
+    assert told.count("no checkpoint in" if fallback else "step 2 is damaged") == 1
+    assert repr(str(tmp_path)) in str(raised.value)

@@ -66,7 +66,8 @@ def run_compaction(
         try:
             chain = read_chain(root, step)
         except CorruptError as error:
-            raise error.within(root.path) from error
+            error.say_where(root.path)
+            raise
         if chain.newest.head.folder_name in going:
             raise NotFoundError(f"step {step} of {str(root.path)!r} is being removed")
         if chain.newest.head.kind == "full":
@@ -83,7 +84,8 @@ def run_compaction(
                     published = background.run(lambda: transaction.commit(draft), "a compaction")
         except CorruptError as error:
             if _is_there(root, chain.newest):
-                raise error.within(root.path) from error
+                error.say_where(root.path)
+                raise
             what = f"step {step} of {str(root.path)!r} was removed, or saved again, while it was compacted"
             raise NotFoundError(what) from error
         except (OSError, MemoryError) as error:

@@ -139,7 +139,7 @@ def run_load(
         except (CorruptError, NotFoundError) as error:
             if step is None or step in passed_over or not request.fallback:
                 if isinstance(error, CorruptError):
-                    raise error.within(root.path) from error
+                    error.say_where(root.path)
                 raise
             passed_over[step] = error
         except IncompatibleError as error:
