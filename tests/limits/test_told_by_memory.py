@@ -26,7 +26,7 @@ from tests.worlds.gates import Gate
 from tests.worlds.told import check_told
 
 WAIT_S_MAX = 60.0
-WANTED = re.compile(r"\b\d{4,} bytes|\d MiB")
+WANTED = re.compile(r"\b\d{4,} bytes|\d [MGTPE]iB")
 THE_LIMIT = re.compile(r"host memory limit \((\d+ bytes|\d+% of the \d+ bytes to spare)\)")
 TO_SPARE = re.compile(r"\d+ bytes are to spare")
 State = dict[str, Any]
