@@ -102,7 +102,8 @@ class CorruptError(CheckpointError):
 
     def say_where(self, path: object) -> None:
         """Say in which directory or store, too."""
-        if (where := repr(str(path))) not in str(self):
+        where = repr(str(path))
+        if where not in str(self) and f"{path}/" not in str(self):
             self.args, self.what = (f"in {where}: {self}",), f"in {where}: {self.what}"
 
 

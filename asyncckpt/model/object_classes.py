@@ -32,7 +32,7 @@ def class_names(owner: Any) -> tuple[str, ...]:
     base = next((base for base in CLASSES_OF if isinstance(owner, base)), None)
     torchs_load, own = torch.optim.Optimizer.load_state_dict, type(owner)
     is_wrapper = base is torch.optim.Optimizer and own.load_state_dict is not torchs_load
-    if base is None or (is_wrapper and not hasattr(own, "_check_state")):  # Those of tables are our own.
+    if base is None or (is_wrapper and not hasattr(own, "_check_saved")):  # Those of tables are our own.
         return ()
     classes = type(owner).__mro__
     return tuple(cls.__name__ for cls in classes[: classes.index(base)])

@@ -175,7 +175,7 @@ class ChangedStates:
         own, node = item.owner, descend(self._contents.tree, item.path)
         if item.is_module or node is None:
             return None
-        if hasattr(type(own), "_check_state") and all("tables" in each for each in getattr(own, "param_groups", [{}])):
+        if hasattr(type(own), "_check_saved") and all("tables" in each for each in getattr(own, "param_groups", [{}])):
             return lambda state: self._of_tables(item, state) if is_optimizer_state(state) else state
         if not loads_as(torch.optim.Optimizer, own):
             return None
@@ -273,7 +273,7 @@ class _OfTorch:
         order = [number for group in groups for number in group["params"]]
         is_same = sizes_of(own["param_groups"]) == sizes_of(groups) and list(numbers.values()) == order
         shapes = [tuple(parameter.shape) for parameter in self._parameters]
-        stored_as = map(changed._parameters.shape_before, self._paths)
+        stored_as = map(changed._parameters.shape_before, self._parameters, self._paths)
         was = [shape if found is None else found for found, shape in zip(stored_as, shapes, strict=True)]
         if is_same and was == shapes and not changed._changes.names.new:
             return stored

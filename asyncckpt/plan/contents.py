@@ -57,7 +57,7 @@ class Contents:
     values       the plain ones by path
     tree         of the reader's own rank, or of all
     leaf_paths   the paths of all tensors in `tree`
-    sure_paths   those that any reader's state has: the own rank's, or those that all ranks have
+    sure_paths   those of tensors and values that any reader's state has: the own rank's, or those that all ranks have
     unreadable   names of tensors whose dtype this version does not know, and the dtype
     shared       of memory that several tensors lie in: its bytes, and by path where in it they are
     classes      names of those of the objects at these paths, as far as they are known
@@ -110,10 +110,10 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
     if newest.head.ranks_count == ranks_count:
         parts = (parts[rank],)
     tree = joined_tree([part.tree for part in parts])
-    leaf_paths = tuple(tensor_paths(tree))
+    all_leaves = dict(leaves(tree))
     all_values = joined_values(parts)
     values = {}
-    for path, node in leaves(tree):
+    for path, node in all_leaves.items():
         if node is VALUE:
             of_rank, value = all_values[path]
             shown = f" of rank {of_rank}" if newest.head.ranks_count > 1 else ""
@@ -123,8 +123,10 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
         dense=dense,
         tables=stored_tables(chain) if any(part.tables for part in newest.parts) else {},
         values=values,
-        leaf_paths=leaf_paths,
-        sure_paths=frozenset(leaf_paths).intersection(*paths_by_part(parts)),
+        leaf_paths=tuple(path for path, node in all_leaves.items() if node is not VALUE),
+        sure_paths=frozenset(all_leaves).intersection(
+            *(dict(leaves(part.tree)) for part in parts if part.tree != tree)
+        ),
         tree=tree,
         unreadable=unreadable,
         shared=tuple(_shared(parts)),

@@ -285,13 +285,15 @@ def inside_modules(contents: Contents, targets: DenseTargets, unexpected: list[s
         return owner is not None and owner.is_module and path in contents.sure_paths
 
     paths = ((name, contents.dense[name].path) for name in unexpected if name in contents.dense)
-    parts = {
-        leaf[: len(path) + 1]: None
-        for path, names in targets.holders.items()
-        for leaf in (*contents.sure_paths, *contents.values)
-        if leaf[: len(path)] == path and leaf[len(path)] not in names
-    }
-    return chain(((name, path) for name, path in paths if is_inside(path)), ((path_name(path), path) for path in parts))
+    parts: dict[Path, list[Path]] = defaultdict(list)
+    for path, names in targets.holders.items():
+        for leaf in contents.sure_paths:
+            if leaf[: len(path)] == path and len(leaf) > len(path) and leaf[len(path)] not in names:
+                parts[leaf[: len(path) + 1]].append(leaf)
+    left = {contents.dense[name].path for name in unexpected if name in contents.dense} if parts else ()
+    # A part of which a filter takes a tensor is not gone.
+    gone = (part for part, found in parts.items() if all(leaf in left or leaf in contents.values for leaf in found))
+    return chain(((name, path) for name, path in paths if is_inside(path)), ((path_name(part), part) for part in gone))
 
 
 def other_entries(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:

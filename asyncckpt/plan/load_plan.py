@@ -181,7 +181,7 @@ def make_load_plan(
     if targets.rebuilt:
         of = {id(item.table): (item.columns, item.name, tuple(answer[item.name])) for item in planned}
         is_plain = strict and changes is None and filter_func is None
-        checks = ObjectChecks(contents, targets, loads, tables=of, strict=strict, changes=changes, is_plain=is_plain)
+        checks = ObjectChecks(chain, contents, targets, loads, of, strict=strict, changes=changes, is_plain=is_plain)
         objects = checks.loaded({load.source.path for load in dense if load.is_for_object})
         match.problems += checks.incomplete
         match.of_objects, match.absent = checks.unfit, match.absent | checks.missing

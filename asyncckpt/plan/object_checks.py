@@ -1,7 +1,7 @@
 """What is known of the load_state_dict of an object before anything is filled: where it would refuse what was stored,
 or take the state of something else without a word.
 
-Our own objects check a state themselves (`_check_state`), torch's are known here, and nobody knows others, with a
+Our own objects check a state themselves (`_check_saved`), torch's are known here, and nobody knows others, with a
 load_state_dict of their own or hooks before it: theirs may fail when all tensors are filled.
 
 An optimizer gets moments by the numbers of parameters. They are those of other parameters where the stored names have
@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler
 from asyncckpt.errors import CheckpointError
 from asyncckpt.format.composite import Composite
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import VALUE, Path, composites, descend, leaves, path_name, rebuild
 from asyncckpt.model.object_classes import CLASSES_OF, class_names, is_known_class
 from asyncckpt.plan.contents import Contents, StoredDense
@@ -63,11 +64,12 @@ class ObjectChecks:
 
     def __init__(
         self,
+        chain: Chain,
         contents: Contents,
         targets: DenseTargets,
         loads: Sequence[tuple[InPlace | None, StoredDense]],
-        *,
         tables: Mapping[int, OfTable],
+        *,
         strict: bool,
         changes: Changes | None,
         is_plain: bool,
@@ -76,7 +78,8 @@ class ObjectChecks:
         self.left: dict[Path, list[str]] = {}
         self.missing: dict[str, None] = {}
         self.fits: dict[Path, Callable[[Any], Any]] = {}
-        self._contents, self._targets, self._loads, self._strict = contents, targets, loads, strict
+        self._chain, self._contents, self._targets, self._loads = chain, contents, targets, loads
+        self._strict = strict
         self._dense = {item.path: item for item in contents.dense.values()}
         self._was = {} if changes is None else changes.was
         self._changed = None
@@ -140,12 +143,12 @@ class ObjectChecks:
     def _parameters(self) -> Parameters:
         from asyncckpt.plan.which_parameter import Parameters  # Only where names, or changes, tell which is which.
 
-        return Parameters(self._contents, self._targets, self._loads, self._was)
+        return Parameters(self._chain, self._contents, self._targets, self._loads, self._was)
 
     def problems(self, item: Rebuilt) -> list[str]:
         """Return what is wrong with the state that was stored for an object, as far as it can be known."""
         own, is_foreign = item.owner, _loads_by_numbers(item.owner)
-        if item.is_module or not (hasattr(type(own), "_check_state") or _is_known(own) or is_foreign):
+        if item.is_module or not (hasattr(type(own), "_check_saved") or _is_known(own) or is_foreign):
             return []
         name, stored = path_name(item.path), self._state(item.path)
         raw = stored  # Before what is still there of its groups has the options of those that are here.
@@ -153,11 +156,11 @@ class ObjectChecks:
         try:
             if self._changed is not None and (fit := self._changed.of(item)) is not None:
                 self.fits[item.path], stored = fit, fit(stored)
-            if hasattr(type(own), "_check_state"):
+            if hasattr(type(own), "_check_saved"):
                 if self._strict and class_names(own) and (other := other_class(own, classes, set(), set())):
                     return [f"{name!r} {other}"]
-                own._check_state(stored)
-                return self._of_parts(item)
+                own._check_saved(stored)
+                return []
             if is_foreign:
                 return [f"{name!r} {what}" for what in self._of_foreign(own, stored)]
             if isinstance(own, torch.optim.Optimizer):
@@ -175,15 +178,6 @@ class ObjectChecks:
                 f"{name!r} does not take its state, which no such object has saved: {type(error).__name__}: {error}"
             ]
         return []
-
-    def _of_parts(self, item: Rebuilt) -> list[str]:
-        """Compare parts of a TrainerState that loads in a way of its own: they get what was stored, as it is."""
-        parts, changed, self._changed = getattr(item.owner, "_inner_objects", {}), self._changed, None
-        try:
-            inner = [Rebuilt(path=(*item.path, key), owner=part, tree=VALUE) for key, part in parts.items()]
-            return [what for part in inner for what in self.problems(part)]
-        finally:
-            self._changed = changed
 
     def _state(self, path: Path) -> Any:
         """Return what was stored at a path, with tensors that have but dtypes and shapes."""
@@ -218,6 +212,8 @@ class ObjectChecks:
             yield f"has groups of {sizes} parameters, the checkpoint {found}"
             return
         if raw is None:
+            if any(leaf.pieces and leaf.pieces[0].tensor.shape != leaf.whole_shape for leaf in self._targets.in_place):
+                yield from self._other_parameters(own)
             yield from self._other_order(own, groups)
         keeps, entries = _KEEPS.get(type(own).__name__), [*state.values()]
         if keeps and any(isinstance(each, Mapping) and each and keeps not in each for each in entries):
@@ -240,17 +236,21 @@ class ObjectChecks:
         if not is_optimizer_state(stored):
             return
         groups = stored["param_groups"]
-        found, sizes = ([len(each["params"]) for each in both] for both in (groups, own.param_groups))
+        lists = groups, own.state_dict()["param_groups"], own.param_groups
+        found, sizes, real = ([len(each["params"]) for each in one] for one in lists)
         if found != sizes:
             yield f"has groups of {sizes} parameters, the checkpoint {found}"
-            return
+        elif sizes == real:  # Some save others than they have.
+            yield from self._other_parameters(own)
+            yield from self._other_order(own, groups)
+
+    def _other_parameters(self, own: torch.optim.Optimizer) -> Iterator[str]:
         for number, parameter in enumerate(each for group in own.param_groups for each in group["params"]):
             paths = self._parameters.paths(parameter)
             is_new = not self._strict and paths and not self._parameters.sources(paths)
-            if is_new or self._parameters.shape_before(paths) is not None:
-                yield f"has a parameter {number} that is {'not loaded' if is_new else 'of another shape'}"
+            if is_new or self._parameters.shape_before(parameter, paths) is not None:
+                yield f"has a parameter {number} that is {'not loaded' if is_new else 'of another shape or part'}"
                 return
-        yield from self._other_order(own, groups)
 
     def _other_order(self, own: torch.optim.Optimizer, groups: list[Any]) -> Iterator[str]:
         """Compare what the stored names of parameters belong to with what these are loaded from."""
@@ -278,7 +278,7 @@ def _is_known(own: Any) -> bool:
 
 def _loads_by_numbers(own: Any) -> bool:
     """Return whether an optimizer has a state dict of torch's form, and loads it in a way of its own."""
-    if not isinstance(own, torch.optim.Optimizer) or hasattr(type(own), "_check_state") or _is_known(own):
+    if not isinstance(own, torch.optim.Optimizer) or hasattr(type(own), "_check_saved") or _is_known(own):
         return False
     groups = state["param_groups"] if is_optimizer_state(state := own.state_dict()) else []
     numbers = [number for group in groups for number in group["params"]]

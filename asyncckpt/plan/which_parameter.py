@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from asyncckpt.errors import UsageError
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Path, composites, path_name
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.leaf_memory import memory_of
@@ -43,15 +44,15 @@ class Parameters:
 
     def __init__(
         self,
+        chain: Chain,
         contents: Contents,
         targets: DenseTargets,
         loads: Iterable[tuple[InPlace | None, StoredDense]],
         was: Mapping[Path, Path],
     ) -> None:
-        self._contents, self._targets, self._was = contents, targets, was
-        pairs = [(target, source) for target, source in loads if target is not None]
-        self._sources = {target.path: source for target, source in pairs}
-        self._resized = {target.path: source.shape for target, source in pairs if source.shape != target.whole_shape}
+        self._contents, self._targets, self._was, self._chain = contents, targets, was, chain
+        self._filled = {target.path: (target, source) for target, source in loads if target is not None}
+        self._sources = {path: source for path, (_, source) in self._filled.items()}
         for path, _, parts in targets.composites:  # As one tensor, from where its parts are loaded.
             for name in parts.inner:
                 if (source := self._sources.get((*path, name))) is not None:
@@ -89,9 +90,18 @@ class Parameters:
     def sources(self, paths: Iterable[Path]) -> list[StoredDense]:
         return [self._sources[path] for path in paths if path in self._sources]
 
-    def shape_before(self, paths: Iterable[Path]) -> tuple[int, ...] | None:
-        """Return the stored shape of a parameter that has another one now; None: it is the same."""
-        return next((self._resized[path] for path in paths if path in self._resized), None)
+    def shape_before(self, parameter: torch.Tensor, paths: Iterable[Path]) -> tuple[int, ...] | None:
+        """Return the stored shape of a parameter that has another one now; None: it is the same. One that is a part of
+        a tensor has none unless it was just this part.
+        """
+        for target, source in (self._filled[path] for path in paths if path in self._filled):
+            if tuple(parameter.shape) != target.whole_shape and not hasattr(parameter, "to_local"):
+                stored = [self._chain.blocks[number].placed for number in source.blocks]
+                first = {each.file_index: (each.spec.begin, each.spec.shape) for each in reversed(stored)}
+                return None if (target.pieces[0].begin, tuple(parameter.shape)) in first.values() else ()
+            if source.shape != target.whole_shape:
+                return source.shape
+        return None
 
     def numbers(
         self, own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], at: Sequence[Sequence[Path]]

@@ -4,7 +4,7 @@ What is looked at, each thing once, modules first, then what is nearest, and at 
 modules, numbers, texts, tensors, and lists and dicts of these:
 
     the state       the modules, their state dicts and the sparse optimizers in it, in mappings, lists and tuples of any
-                    depth
+                    depth; the modules in a TrainerState
     a module        its children and its attributes
     an attribute    a table, a module or a sparse optimizer, or a dict, list, tuple, set or deque of them, of any depth;
                     of any other object its own attributes, but not the attributes of what it holds in turn
@@ -171,6 +171,10 @@ def _parts(value: Any, kind: _Kind, holder: _Holder) -> Iterator[tuple[object, o
         if issubclass(type(value), Mapping):  # A save reads it by its own methods, too.
             for key, item in value.items():
                 yield key, item, holder
+        elif getattr_static(type(value), "_objects_in_it", None) is not None:
+            for key, part in value._objects_in_it.items():
+                if _kind_of(type(part)) is not _Kind.OPTIMIZER:
+                    yield key, part, holder
     elif kind is _Kind.OBJECT and holder is _Holder.MODULE:
         for name, part in _attributes(value):
             yield name, part, _Holder.OBJECT

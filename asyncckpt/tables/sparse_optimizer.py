@@ -190,10 +190,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set steps and hyper-parameters to those of a `state_dict()`, all or none. Raises UsageError."""
-        self._check_state(state_dict)
+        self._check_saved(state_dict)
         super().load_state_dict(copy(dict(state_dict)))
 
-    def _check_state(self, state_dict: object) -> None:
+    def _check_saved(self, state_dict: object) -> None:
         """Raise UsageError for a state that `load_state_dict` does not take."""
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict)

@@ -90,7 +90,7 @@ class DataPosition:
 
         IncompatibleError, with nothing changed, when the data set has another number of samples.
         """
-        self._check_state(state)
+        self._check_saved(state)
         if self._sampler is None:
             self._loader.load_state_dict(from_plain(state["loader"]))
             self._is_resumed = True
@@ -100,7 +100,7 @@ class DataPosition:
         self._epoch = int(state["epoch"])
         self._loads_count += 1
 
-    def _check_state(self, state: Any) -> None:
+    def _check_saved(self, state: Any) -> None:
         expected = ["epoch", "loader"] if self._sampler is None else sorted(_FIELDS)
         found = set(map(str, state)) if isinstance(state, Mapping) else set()
         if not found >= {*expected} or (self._sampler is not None and "loader" in found):

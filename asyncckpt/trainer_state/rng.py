@@ -65,10 +65,10 @@ class RngState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all states; IncompatibleError, with nothing changed, where one is missing or cannot be taken."""
-        for stream, value in self._check_state(state):
+        for stream, value in self._check_saved(state):
             stream.write(value)
 
-    def _check_state(self, state: Any) -> list[tuple[Stream, Any]]:
+    def _check_saved(self, state: Any) -> list[tuple[Stream, Any]]:
         """Return streams with the states that they get."""
         try:
             saved, named = dict(state["streams"]), dict(state["generators"])

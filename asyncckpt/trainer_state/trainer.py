@@ -16,6 +16,13 @@ from asyncckpt.trainer_state.rng import RngState
 _NO_OBJECTS = (Mapping, list, tuple, type, torch.Tensor, np.ndarray)
 
 
+class _AsObject:
+    """A part that would be taken for something else than an object with a state dict."""
+
+    def __init__(self, part: Any) -> None:
+        self.state_dict, self.load_state_dict = part.state_dict, part.load_state_dict
+
+
 class StepCounter:
     """How many steps were trained. An int where one is wanted: `saver.save_async(int(step))`."""
 
@@ -42,10 +49,10 @@ class StepCounter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step that was saved."""
-        self._check_state(state)
+        self._check_saved(state)
         self.value = state["step"]
 
-    def _check_state(self, state: Any) -> None:
+    def _check_saved(self, state: Any) -> None:
         value = state.get("step") if isinstance(state, Mapping) else None
         if type(value) is not int or value < 0:
             raise IncompatibleError("a saved step counter holds no step", found=value)
@@ -56,7 +63,8 @@ class TrainerState:
 
     Used as `Saver(tensors={"model": model, "optim": optimizer, "trainer": trainer})`, and with a Loader likewise.
     `step` and `rng` are made where they are not given. The random numbers are set last, so that nothing that another
-    part draws while it loads remains.
+    part draws while it loads remains. A derived class with a state_dict or load_state_dict of its own is refused when a
+    Saver is made (UsageError), for each part is saved and loaded as if it stood alone: give what it adds as a part.
     """
 
     def __init__(
@@ -77,16 +85,17 @@ class TrainerState:
                     f"part {name!r} of the trainer's state has no state_dict() and load_state_dict()",
                     found=type(part),
                 )
+            if isinstance(part, _NO_OBJECTS):
+                self._inner_objects[name] = _AsObject(part)
 
     @property
-    def _objects_in_it(self) -> dict[str, Any] | None:
-        """The parts; None of a derived class that saves or loads in a way of its own, or where a part would be taken
-        for something else than an object with a state dict. See plan/module_state.py.
-        """
+    def _objects_in_it(self) -> dict[str, Any]:
+        """The parts, which a Saver and a Loader take one by one: see plan/module_state.py."""
         own, ours = type(self), TrainerState
-        is_ours = own.state_dict is ours.state_dict and own.load_state_dict is ours.load_state_dict
-        are_objects = not any(isinstance(part, _NO_OBJECTS) for part in self._inner_objects.values())
-        return self._inner_objects if is_ours and are_objects else None
+        if own.state_dict is not ours.state_dict or own.load_state_dict is not ours.load_state_dict:
+            hint = "give TrainerState what it adds as a part: an object with state_dict() and load_state_dict()"
+            raise UsageError(f"{own.__name__} saves or loads a TrainerState in a way of its own", hint=hint)
+        return self._inner_objects
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dicts of the parts, by name."""
@@ -94,16 +103,16 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load every part; IncompatibleError, with nothing changed, when the checkpoint has others."""
-        self._check_state(state)
+        self._check_saved(state)
         for name, part in self._inner_objects.items():
             part.load_state_dict(state[name])
 
-    def _check_state(self, state: Any) -> None:
+    def _check_saved(self, state: Any) -> None:
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state)
         if not isinstance(state, Mapping) or state.keys() != self._inner_objects.keys():
             raise IncompatibleError(
                 "the saved state of the trainer has other parts", found=found, expected=sorted(self._inner_objects)
             )
         for name, part in self._inner_objects.items():
-            if hasattr(type(part), "_check_state"):
-                part._check_state(state[name])
+            if hasattr(type(part), "_check_saved"):
+                part._check_saved(state[name])

@@ -5,6 +5,7 @@ The oracle is the same object that stands alone, or the training that was not in
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,20 @@ import torch
 from torch import nn
 
 import asyncckpt
-from asyncckpt.errors import IncompatibleError
+from asyncckpt.errors import IncompatibleError, UsageError
 from asyncckpt.trainer_state import StepCounter, TrainerState
 from tests.end_to_end.test_changed_optimizers import State, layers, restore
 from tests.end_to_end.test_other_optimizers import kept
+
+
+class Settings(dict[str, Any]):
+    """A part that is a dict, and says itself what its state is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": dict(self)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.update(state["kept"])
 
 
 def stepped(kind: Any, *, inside: int, dtype: torch.dtype = torch.float32, part: str = "o") -> tuple[Any, State]:
@@ -24,8 +35,9 @@ def stepped(kind: Any, *, inside: int, dtype: torch.dtype = torch.float32, part:
     model = layers("ab").to(dtype)
     optimizer = held = kind(model.named_parameters(), lr=0.25)
     step(model, optimizer)
-    for _ in range(inside):
-        held = TrainerState(StepCounter(3), **{part: held})
+    for _ in range(inside):  # In two beside a dict, which is an object like the others.
+        more = {} if inside == 1 else {"settings": Settings(rate=0.25)}
+        held = TrainerState(StepCounter(3), **{part: held}, **more)
     return optimizer, {"m": model, "t": held}
 
 
@@ -105,15 +117,38 @@ class Odd:
         return {"x": 1}
 
 
-class OwnTrainerState(TrainerState):
-    """Saves and loads in a way of its own: as TrainerState did, with all parts as plain state dicts."""
+class OldTrainerState:
+    """As TrainerState once was, with all parts as plain state dicts."""
+
+    def __init__(self, **parts: Any) -> None:
+        self._parts = vars(TrainerState(**parts))["_inner_objects"]
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._inner_objects.items()}
+        return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def load_state_dict(self, state: Any) -> None:
-        self.was_asked = True
-        super().load_state_dict(state)
+
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+def test_a_derived_class_with_a_way_of_its_own_is_refused_when_a_saver_is_made(tmp_path: Path, method: str) -> None:
+    """Its parts cannot be asked one by one, so they would get the state of something else, or fail when all is filled.
+
+    Another derived class is a TrainerState like any other.
+    """
+    kind = type("Own", (TrainerState,), {method: lambda self, *state: getattr(super(kind, self), method)(*state)})
+    target: State = {"m": nn.Linear(2, 2), "t": kind()}
+    calls = (
+        partial(asyncckpt.Saver, path=tmp_path, tensors=target),
+        partial(asyncckpt.Checkpointer, tmp_path, **target),
+        partial(asyncckpt.save, tmp_path, target, 1),
+    )
+    for call in calls:
+        with pytest.raises(UsageError, match=r"Own saves or loads a TrainerState in a way of its own \(give"):
+            call()
+    assert not any(tmp_path.iterdir())
+    kept(tmp_path, {"t": type("Derived", (TrainerState,), {})(StepCounter(4))})
+    with pytest.raises(UsageError, match="in a way of its own"):
+        restore(tmp_path, target)
+    restore(tmp_path, {"t": (trainer := TrainerState())})
+    assert int(trainer.step) == 4
 
 
 def test_objects_with_odd_attributes_are_saved(tmp_path: Path) -> None:
@@ -121,17 +156,15 @@ def test_objects_with_odd_attributes_are_saved(tmp_path: Path) -> None:
     assert asyncckpt.load(tmp_path) == {"odd": {"x": 1}}
 
 
-def test_a_class_that_is_derived_loads_in_its_own_way_and_older_checkpoints_are_read(tmp_path: Path) -> None:
+def test_older_checkpoints_are_read(tmp_path: Path) -> None:
     optimizer, state = stepped(torch.optim.Adam, inside=0)
-    kept(tmp_path, {"m": state["m"], "t": OwnTrainerState(StepCounter(7), o=optimizer)})
+    kept(tmp_path, {"m": state["m"], "t": OldTrainerState(step=StepCounter(7), o=optimizer)})
     wanted = str(optimizer.state_dict())
-    for kind in (OwnTrainerState, TrainerState):
-        optimizer, state = stepped(torch.optim.Adam, inside=0)
-        step(state["m"], optimizer)
-        trainer = kind(o=optimizer)
-        restore(tmp_path, {"m": state["m"], "t": trainer})
-        assert (str(optimizer.state_dict()), int(trainer.step)) == (wanted, 7)
-        assert hasattr(trainer, "was_asked") == (kind is OwnTrainerState)
+    optimizer, state = stepped(torch.optim.Adam, inside=0)
+    step(state["m"], optimizer)
+    trainer = TrainerState(o=optimizer)
+    restore(tmp_path, {"m": state["m"], "t": trainer})
+    assert (str(optimizer.state_dict()), int(trainer.step)) == (wanted, 7)
 
 
 def test_parts_come_and_go(tmp_path: Path) -> None:
@@ -168,47 +201,85 @@ def test_a_part_that_is_not_here_any_more_is_told(tmp_path: Path, gone: str) -> 
     assert (int(trainer.step), int(trainer._inner_objects["inner"].step)) == (5, 6)
 
 
-class Settings(dict[str, Any]):
-    """A part that is a dict, and says itself what its state is."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kept": dict(self)}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.update(state["kept"])
-
-
 def test_a_part_that_is_a_dict_with_a_state_dict_is_asked(tmp_path: Path) -> None:
     kept(tmp_path, {"t": TrainerState(StepCounter(5), settings=Settings(rate=0.25))})
-    trainer = TrainerState(settings=Settings(rate=0.5))
+    trainer = TrainerState(settings=(settings := Settings(rate=0.5)))
     restore(tmp_path, {"t": trainer})
-    assert (int(trainer.step), trainer._inner_objects["settings"]["rate"]) == (5, 0.25)
+    assert (int(trainer.step), settings) == (5, {"rate": 0.25})
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("change", ["order", "class", "groups"])
-def test_parts_of_a_derived_class_are_checked_before_anything_is_filled(
-    tmp_path: Path, change: str, strict: bool
-) -> None:
-    def made(kind: Any = torch.optim.AdamW, names: str = "ab") -> tuple[Any, State]:
-        model = layers("ab")
-        parameters = [(f"{name}.weight", model[name].weight) for name in names]
-        optimizer = kind(parameters, lr=0.25)
-        return optimizer, {"m": model, "t": OwnTrainerState(o=optimizer)}
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+@pytest.mark.parametrize("more", [{}, {"settings": Settings(rate=0.25)}])
+def test_a_module_beside_a_dict_is_refused_before_anything_is_filled(tmp_path: Path, change: str, more: State) -> None:
+    """One part that is a dict made all parts load in a way of their own."""
+    kept(tmp_path, {"m": nn.Linear(2, 2), "t": TrainerState(average=nn.Linear(2, 3), **more)})
+    average = nn.Linear(2, 4) if change == "shape" else nn.Linear(2, 3).double()
+    model = nn.Linear(2, 2)
+    before = model.weight.clone()
+    with pytest.raises(IncompatibleError, match=f"nothing was changed: 't.average.weight' has {change}"):
+        restore(tmp_path, {"m": model, "t": TrainerState(average=average, **more)}, strict=change == "dtype")
+    assert torch.equal(model.weight, before)
 
-    optimizer, state = made()
-    step(state["m"], optimizer)
+
+@pytest.mark.parametrize("stored", [5, torch.zeros(2), OldTrainerState(), Odd()])
+def test_something_else_where_a_trainer_state_is_now_is_told(tmp_path: Path, stored: Any) -> None:
+    """IndexError, where a value or a tensor was stored at its path."""
+    asyncckpt.save(tmp_path, {"x": torch.ones(2), "t": stored}, 1)
+    trainer = TrainerState(StepCounter(3), more=StepCounter(2))
+    with pytest.raises(IncompatibleError, match=r"nothing was changed: only in this state .*'t.more'"):
+        restore(tmp_path, {"x": torch.zeros(2), "t": trainer})
+    assert int(trainer.step) == 3
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.parametrize("part", [StepCounter, lambda count: nn.Linear(2, count)])
+def test_a_part_that_only_some_ranks_had_is_not_gone(tmp_path: Path, holder: int, part: Any) -> None:
+    """Other ranks may want it, so that it is not told where a load is one of another number of ranks."""
+    for rank in range(2):
+        trainer = TrainerState(StepCounter(5), **({"log": part(9)} if rank == holder else {}))
+        in_turn = asyncckpt.RankOptions(in_turn=True)
+        with asyncckpt.Saver(rank, 2, 8, tmp_path, tensors={"t": trainer}, ranks=in_turn) as saver:
+            saver.save(1)
+    asyncckpt.Loader(tmp_path, tensors={"t": (trainer := TrainerState())}).load()
+    assert int(trainer.step) == 5
+    with pytest.raises(IncompatibleError, match=r"only in the checkpoint.*'t.rng'"):
+        asyncckpt.Loader(tmp_path, tensors={"t": _without(trainer, "rng")}).load()
+
+
+def _without(trainer: TrainerState, name: str) -> TrainerState:
+    trainer._inner_objects.pop(name)
+    return trainer
+
+
+def test_a_part_that_a_filter_loads_into_another_one_is_not_gone(tmp_path: Path) -> None:
+    kept(tmp_path, {"t": TrainerState(old=(old := nn.Linear(2, 2)))})
+    new = nn.Linear(2, 2)
+
+    def moved(info: Any) -> Any:
+        return {name: {name.replace("new", "old"): []} for name in info}
+
+    asyncckpt.Loader(tmp_path, tensors={"t": TrainerState(new=new)}, filter_func=moved).load()
+    assert torch.equal(new.weight, old.weight)
+
+
+@pytest.mark.parametrize("door", ["Checkpointer", "Saver"])
+def test_tables_of_a_module_in_it_are_not_left_out(tmp_path: Path, door: str) -> None:
+    """They were, without a word."""
+
+    def made() -> tuple[asyncckpt.HashTable, State]:
+        module = asyncckpt.nn.HashEmbeddingBag(table := asyncckpt.HashTable("user", 4))
+        return table, {"t": TrainerState(inner=TrainerState(model=module))}
+
+    table, state = made()
+    table.insert(torch.arange(8), torch.ones(8, 4))
+    if door == "Saver":
+        with pytest.raises(UsageError, match=r"would not be saved, found t.inner.model.table \(table 'user'\)"):
+            asyncckpt.Saver(path=tmp_path, tensors=state)
+        return
     kept(tmp_path, state)
-    now: State = {"order": {"names": "ba"}, "class": {"kind": torch.optim.SGD}, "groups": {"names": "a"}}
-    optimizer, state = made(**now[change])
-    before = state["m"]["a"].weight.clone()
-    if strict:
-        with pytest.raises(IncompatibleError, match="nothing was changed"):
-            restore(tmp_path, state)
-        assert torch.equal(state["m"]["a"].weight, before)
-    else:
-        report, told = restore(tmp_path, state, strict=False)
-        assert (list(report.missing), len(told), len(optimizer.state)) == (["t"], 1, 0)
+    table, state = made()
+    restore(tmp_path, state)
+    assert len(table) == 8
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -227,119 +298,3 @@ def test_a_module_in_it_is_filled_as_one_alone(tmp_path: Path, strict: bool) -> 
     restore(tmp_path, state, strict=strict)
     assert torch.equal(module.sparse.to_dense(), was.sparse.to_dense())
     assert torch.equal(module.weight, was.weight)
-
-
-# -- optimizers of others ----------------------------------------------------------------------------------------------
-
-
-class OwnLoad(torch.optim.AdamW):
-    """Loads in a way of its own, by the numbers of parameters, as those of bitsandbytes."""
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-
-
-@pytest.mark.parametrize("inside", [0, 1])
-@pytest.mark.parametrize(
-    ("names", "call", "why"),
-    [
-        ("ba", {}, "has its parameters in another order"),
-        ("ba", {"strict": False}, "has its parameters in another order"),
-        ("abc", {"strict": False}, r"has groups of \[3\] parameters, the checkpoint \[2\]"),
-        ("ac", {"strict": False}, "has a parameter 1 that is not loaded"),
-        ("ab", {"strict": False, "resize": ["m"]}, "has a parameter 0 that is of another shape"),
-        ("ab", {}, ""),
-    ],
-)
-def test_an_optimizer_that_loads_in_its_own_way_is_taken_as_a_whole_or_not(
-    tmp_path: Path, names: str, call: State, why: str, inside: int
-) -> None:
-    """It got the moments of other parameters, of other shapes, or failed when all was filled."""
-
-    def made(names: str, size: int = 2) -> tuple[Any, State]:
-        model = nn.ModuleDict({name: nn.Linear(2, size, bias=False) for name in names})
-        optimizer = OwnLoad(model.named_parameters(), lr=0.25)
-        return optimizer, {"m": model, "t": TrainerState(o=optimizer) if inside else optimizer}
-
-    optimizer, state = made("ab")
-    step(state["m"], optimizer)
-    kept(tmp_path, state)
-    optimizer, state = made(names, 3 if "resize" in call else 2)
-    before = [parameter.clone() for parameter in state["m"].parameters()]
-    if why and call.get("strict", True):
-        with pytest.raises(IncompatibleError, match=why):
-            restore(tmp_path, state, **call)
-        assert all(map(torch.equal, state["m"].parameters(), before))
-        return
-    report, told = restore(tmp_path, state, **call)
-    assert len(optimizer.state) == (0 if why else 2)
-    assert len(told) == bool(why)
-    if why:
-        assert ("t.o" if inside else "t") in report.missing
-
-
-@pytest.mark.parametrize("kind", [OwnLoad, torch.optim.AdamW])
-@pytest.mark.parametrize("call", [{}, {"strict": False}, {"rename": {"m": "n"}}])
-def test_an_optimizer_of_the_local_part_of_a_tensor_keeps_its_state(tmp_path: Path, kind: Any, call: State) -> None:
-    """Its parameter has another shape than what was stored of all ranks, and was taken for a resized one."""
-
-    def made(name: str) -> tuple[Any, State]:
-        local = nn.Parameter(torch.ones(2, 2))
-        whole = asyncckpt.Sharded(
-            (4, 2), local.dtype, (asyncckpt.Piece(local.detach(), (0, 0)), asyncckpt.Piece(torch.ones(2, 2), (2, 0)))
-        )
-        optimizer = kind([("w", local)], lr=0.25)
-        local.grad = torch.ones_like(local)
-        optimizer.step()
-        return optimizer, {name: whole, "o": optimizer}
-
-    optimizer, state = made("m")
-    kept(tmp_path, state)
-    wanted = str(optimizer.state_dict())
-    optimizer, state = made("n" if "rename" in call else "m")
-    optimizer.state.clear()
-    report, _ = restore(tmp_path, state, **call)
-    assert (list(report.missing), str(optimizer.state_dict())) == ([], wanted)
-
-
-class NotOfTorch(torch.optim.Optimizer):
-    """Has the options and state of SGD, and is none of torch's."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, torch.optim.SGD([torch.zeros(1)], lr=lr).defaults)
-
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["momentum_buffer"] = parameter.grad.clone()
-
-
-@pytest.mark.parametrize("inside", [0, 1])
-@pytest.mark.parametrize(("was", "now"), [(NotOfTorch, torch.optim.SGD), (torch.optim.SGD, NotOfTorch)])
-def test_one_that_is_not_torchs_is_another_one(tmp_path: Path, was: Any, now: Any, inside: int) -> None:
-    kept(tmp_path, stepped(was, inside=inside)[1])
-    optimizer, state = stepped(now, inside=inside)
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(IncompatibleError, match=rf"is of class '{now.__name__}', the checkpoint has the state of"):
-        restore(tmp_path, state)
-    report, _ = restore(tmp_path, state, strict=False)
-    assert report.missing == ("t.o" if inside else "t",)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-@pytest.mark.parametrize("state", ["absent", None, [], "text", torch.zeros(2)])
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_state_of_no_optimizer_is_refused_before_anything_is_filled(tmp_path: Path, state: Any, strict: bool) -> None:
-    optimizer, now = stepped(torch.optim.Adam, inside=0)
-    stored = optimizer.state_dict() | {"state": state}
-    if isinstance(state, str) and state == "absent":
-        del stored["state"]
-    kept(tmp_path, {"m": now["m"], "t": stored})
-    optimizer, now = stepped(torch.optim.Adam, inside=0)
-    before = now["m"]["a"].weight.clone()
-    if strict:
-        with pytest.raises(IncompatibleError, match="nothing was changed"):
-            restore(tmp_path, now)
-        assert torch.equal(now["m"]["a"].weight, before)
-    else:
-        report, _ = restore(tmp_path, now, strict=False)
-        assert "t" in report.missing

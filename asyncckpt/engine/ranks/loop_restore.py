@@ -143,7 +143,8 @@ def _next(target: SaveTarget, uploads: Uploads | None, passed: Mapping[Copy, str
     copies += [(step, str(there.path)) for step in committed_steps(there)] if there is not None else []
     left = [copy for copy in copies if copy[0] <= last and copy not in passed]
     if not left:
-        why = "; ".join(f"step {step}: {text}" for (step, _), text in passed.items())
-        raise CorruptError(f"no checkpoint in {str(target.root.path)!r} is sound: {why}")
+        where = f"in {str(target.root.path)!r}"
+        why = "; ".join(f"step {step}: {text.removeprefix(f'{where}: ')}" for (step, _), text in passed.items())
+        raise CorruptError(f"no checkpoint {where} is sound: {why}")
     step, url = max(left, key=lambda copy: (copy[0], copy[1] is None))
     return [step, url]
