@@ -124,9 +124,7 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
         tables=stored_tables(chain) if any(part.tables for part in newest.parts) else {},
         values=values,
         leaf_paths=tuple(path for path, node in all_leaves.items() if node is not VALUE),
-        sure_paths=frozenset(all_leaves).intersection(
-            *(dict(leaves(part.tree)) for part in parts if part.tree != tree)
-        ),
+        sure_paths=frozenset(all_leaves).intersection(*(dict(leaves(it.tree)) for it in parts if it.tree != tree)),
         tree=tree,
         unreadable=unreadable,
         shared=tuple(_shared(parts)),

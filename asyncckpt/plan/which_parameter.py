@@ -29,6 +29,8 @@ from asyncckpt.errors import UsageError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Path, composites, path_name
 from asyncckpt.plan.contents import Contents, StoredDense
+from asyncckpt.plan.dense_blocks import box_spec
+from asyncckpt.plan.image import split_rows
 from asyncckpt.plan.leaf_memory import memory_of
 from asyncckpt.plan.load_targets import DenseTargets, InPlace
 from asyncckpt.plan.wrapped_names import bare_name
@@ -96,9 +98,13 @@ class Parameters:
         """
         for target, source in (self._filled[path] for path in paths if path in self._filled):
             if tuple(parameter.shape) != target.whole_shape and not hasattr(parameter, "to_local"):
+                begin, shape, whole = target.pieces[0].begin, parameter.shape, target.whole_shape
+                box = box_spec("", parameter.dtype, begin=begin, shape=shape, whole_shape=whole, leaf=None)
+                own = [(part.begin, part.shape) for part in split_rows(box)]
                 stored = [self._chain.blocks[number].placed for number in source.blocks]
-                first = {each.file_index: (each.spec.begin, each.spec.shape) for each in reversed(stored)}
-                return None if (target.pieces[0].begin, tuple(parameter.shape)) in first.values() else ()
+                boxes = [(each.spec.begin, each.spec.shape) for each in stored]
+                first = {each.file_index: box for each, box in zip(reversed(stored), reversed(boxes), strict=True)}
+                return None if own[0] in first.values() and set(own).issubset(boxes) else ()
             if source.shape != target.whole_shape:
                 return source.shape
         return None

@@ -4,6 +4,7 @@ with the state of its own parameters, or stays as it is.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt.errors import IncompatibleError
+from asyncckpt.plan import image
 from asyncckpt.trainer_state import TrainerState
 from tests.end_to_end.test_changed_optimizers import State, layers, restore
 from tests.end_to_end.test_other_optimizers import kept
@@ -99,14 +101,20 @@ def test_an_optimizer_that_saves_other_groups_than_it_has_goes_on(tmp_path: Path
 
 @pytest.mark.parametrize("kind", [OwnLoad, FloatMasters, torch.optim.AdamW, torch.optim.Adafactor])
 @pytest.mark.parametrize("call", [{}, {"strict": False}, {"rename": {"m": "n"}}])
-@pytest.mark.parametrize("now", [(0, 2, 4), (2, 2, 4), (0, 3, 4), (0, 2, 6), (2, 2, 6)])
+@pytest.mark.parametrize(
+    ("now", "block_bytes"),
+    [
+        *itertools.product([(0, 2, 4), (2, 2, 4), (0, 3, 4), (0, 2, 6), (2, 2, 6)], [image.BLOCK_BYTES_MAX]),
+        *itertools.product([(0, 2, 4), (2, 2, 4), (0, 2, 6), (2, 2, 6)], [8]),
+    ],
+)
 def test_an_optimizer_of_the_local_part_of_a_tensor_keeps_its_state_or_gets_none_of_another_part(
-    tmp_path: Path, kind: Any, call: State, now: tuple[int, int, int]
+    tmp_path: Path, kind: Any, call: State, now: tuple[int, int, int], block_bytes: int, monkeypatch: Any
 ) -> None:
     """Its parameter has another shape than what was stored of all ranks, and was taken for a resized one; or it was
     another part, and was taken for the same.
 
-    now: its first row, how many it has, and how many there are.
+    now: its first row, how many it has, and how many there are. A large part is stored as several blocks.
     """
 
     def made(name: str, begin: int, count: int, whole: int) -> tuple[Any, State]:
@@ -119,6 +127,7 @@ def test_an_optimizer_of_the_local_part_of_a_tensor_keeps_its_state_or_gets_none
         own = asyncckpt.Piece(local.detach(), (begin, 0))
         return optimizer, {name: asyncckpt.Sharded((whole, 2), local.dtype, (own, *pieces)), "o": optimizer}
 
+    monkeypatch.setattr(image, "BLOCK_BYTES_MAX", block_bytes)
     optimizer, state = made("m", 0, 2, 4)
     kept(tmp_path, state)
     wanted = str(optimizer.state_dict())
