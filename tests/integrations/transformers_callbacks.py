@@ -28,7 +28,8 @@ from tests.integrations.transformers_job import arguments, model, samples
 
 STEPS, EPOCH, EVERY = 10, 5, 4
 GIVEN: dict[str, dict[str, Any]] = {
-    "EarlyStoppingCallback": {"early_stopping_patience": 1, "early_stopping_threshold": 1.0}
+    "EarlyStoppingCallback": {"early_stopping_patience": 1, "early_stopping_threshold": 1.0},
+    "FlyteCallback": {"sync_checkpoints": False},  # It is refused otherwise.
 }
 SERVICES = frozenset(
     {

@@ -77,7 +77,7 @@ BUDGET = {
         TRAINERS: 380,
         LAYOUTS: 561,
         SPREAD: 552,
-        STAGES: 1557,
+        STAGES: 1558,
         HEARD: 320,
         NIGHT: 3475,
     },
