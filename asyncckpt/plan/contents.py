@@ -61,6 +61,7 @@ class Contents:
     unreadable   names of tensors whose dtype this version does not know, and the dtype
     shared       of memory that several tensors lie in: its bytes, and by path where in it they are
     classes      names of those of the objects at these paths, as far as they are known
+    own_blocks   the numbers of those that the reader's own rank has written; None where there were not as many ranks
     """
 
     dense: Mapping[str, StoredDense]
@@ -72,6 +73,7 @@ class Contents:
     unreadable: Mapping[str, str]
     shared: tuple[tuple[int, Mapping[Path, SharedView]], ...] = ()
     classes: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
+    own_blocks: range | None = None
 
     def has(self, path: Path) -> bool:
         """Return whether something was saved at a path, be it an empty object."""
@@ -106,9 +108,10 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
     CorruptError for layers or ranks that disagree, or a value that cannot be decoded.
     """
     newest = chain.newest
-    parts = newest.parts
+    parts, own_blocks = newest.parts, None
     if newest.head.ranks_count == ranks_count:
-        parts = (parts[rank],)
+        first = sum(len(part.blocks) for part in parts[:rank])
+        parts, own_blocks = (parts[rank],), range(first, first + len(parts[rank].blocks))
     tree = joined_tree([part.tree for part in parts])
     all_leaves = dict(leaves(tree))
     all_values = joined_values(parts)
@@ -129,6 +132,7 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
         unreadable=unreadable,
         shared=tuple(_shared(parts)),
         classes=_classes(parts),
+        own_blocks=own_blocks,
     )
     if not chain.is_part:
         return found

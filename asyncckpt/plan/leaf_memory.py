@@ -217,7 +217,7 @@ def memory_of(tensor: Any) -> object:
     The same memory as other numbers, such as a view of another dtype, is another place.
     """
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if local.layout is not torch.strided or local.is_nested:
+    if local.layout is not torch.strided or local.is_nested or hasattr(local, "__tensor_flatten__"):
         return id(tensor)  # It is in several places.
     address = local.data_ptr() if local.numel() else 0
     form = tuple(local.shape), local.stride(), local.dtype, local.is_conj(), local.is_neg()

@@ -212,9 +212,9 @@ class ObjectChecks:
             yield f"has groups of {sizes} parameters, the checkpoint {found}"
             return
         if raw is None:
-            if any(leaf.pieces and leaf.pieces[0].tensor.shape != leaf.whole_shape for leaf in self._targets.in_place):
+            if any([piece.tensor.shape for piece in to.pieces] != [to.whole_shape] for to in self._targets.in_place):
                 yield from self._other_parameters(own)
-            yield from self._other_order(own, groups)
+            yield from self._other_order(own, own.param_groups, groups)
         keeps, entries = _KEEPS.get(type(own).__name__), [*state.values()]
         if keeps and any(isinstance(each, Mapping) and each and keeps not in each for each in entries):
             yield f"keeps {keeps!r} of parameters, and the checkpoint has none of it: it is of another class"
@@ -236,13 +236,14 @@ class ObjectChecks:
         if not is_optimizer_state(stored):
             return
         groups = stored["param_groups"]
-        lists = groups, own.state_dict()["param_groups"], own.param_groups
-        found, sizes, real = ([len(each["params"]) for each in one] for one in lists)
+        said = own.state_dict()["param_groups"]  # Some save others than they have.
+        found, sizes, real = ([len(each["params"]) for each in one] for one in (groups, said, own.param_groups))
         if found != sizes:
             yield f"has groups of {sizes} parameters, the checkpoint {found}"
-        elif sizes == real:  # Some save others than they have.
-            yield from self._other_parameters(own)
-            yield from self._other_order(own, groups)
+            return
+        yield from self._other_parameters(own)
+        if sum(sizes) == sum(real):
+            yield from self._other_order(own, said, groups)
 
     def _other_parameters(self, own: torch.optim.Optimizer) -> Iterator[str]:
         for number, parameter in enumerate(each for group in own.param_groups for each in group["params"]):
@@ -252,12 +253,12 @@ class ObjectChecks:
                 yield f"has a parameter {number} that is {'not loaded' if is_new else 'of another shape or part'}"
                 return
 
-    def _other_order(self, own: torch.optim.Optimizer, groups: list[Any]) -> Iterator[str]:
-        """Compare what the stored names of parameters belong to with what these are loaded from."""
+    def _other_order(self, own: torch.optim.Optimizer, said: list[Any], groups: list[Any]) -> Iterator[str]:
+        """Compare what the stored names of parameters belong to with what these are loaded from. said: its groups."""
         if not any("param_names" in group for group in groups):
             return
         at = [self._parameters.paths(parameter) for group in own.param_groups for parameter in group["params"]]
-        numbers = self._parameters.numbers(own.param_groups, groups, at)
+        numbers = self._parameters.numbers(said, groups, at)
         order = [number for group in groups for number in group["params"]]
         there = [name for group in groups for name in group.get("param_names", ())]
         for index, (number, paths) in enumerate(zip(order, at, strict=True)):

@@ -53,8 +53,9 @@ class Parameters:
         was: Mapping[Path, Path],
     ) -> None:
         self._contents, self._targets, self._was, self._chain = contents, targets, was, chain
-        self._filled = {target.path: (target, source) for target, source in loads if target is not None}
-        self._sources = {path: source for path, (_, source) in self._filled.items()}
+        self._pairs = [(target, source) for target, source in loads if target is not None]
+        self._sources = {target.path: source for target, source in self._pairs}
+        self._resized = {to.path: source.shape for to, source in self._pairs if source.shape != to.whole_shape}
         for path, _, parts in targets.composites:  # As one tensor, from where its parts are loaded.
             for name in parts.inner:
                 if (source := self._sources.get((*path, name))) is not None:
@@ -84,30 +85,36 @@ class Parameters:
         """Return where a parameter is among the targets: several paths of one that is tied, none where it is not."""
         if found := self._of_objects.get(id(parameter)):
             return found
-        try:
-            return self._of_memory.get(memory_of(parameter), ())
-        except (RuntimeError, NotImplementedError):  # A composite, which has no memory of its own.
-            return ()
+        return self._of_memory.get(memory_of(parameter), ())
 
     def sources(self, paths: Iterable[Path]) -> list[StoredDense]:
         return [self._sources[path] for path in paths if path in self._sources]
 
+    @cached_property
+    def _parts(self) -> Mapping[object, bool]:
+        """Where parts of tensors are, and whether this rank has all those that it has saved, in their order."""
+        found: dict[object, bool] = {}
+        own = self._contents.own_blocks
+        for target, source in self._pairs:
+            size, pieces = target.whole_shape, [(piece.begin, piece.tensor.shape) for piece in target.pieces]
+            if [shape for _, shape in pieces] == [size]:
+                continue
+            boxes = [box_spec("", target.dtype, begin=at, shape=of, whole_shape=size, leaf=None) for at, of in pieces]
+            here = [(part.begin, part.shape) for box in boxes for part in split_rows(box) if part.bytes]
+            specs = {number: self._chain.blocks[number].placed.spec for number in source.blocks}
+            there, left = {(spec.begin, spec.shape) for spec in specs.values()}, iter(here)
+            saved = [(spec.begin, spec.shape) for number, spec in specs.items() if spec.bytes and number in (own or ())]
+            are_same = own is not None and there.issuperset(here) and all(box in left for box in saved)
+            found |= {memory_of(piece.tensor): are_same for piece in target.pieces}
+        return found
+
     def shape_before(self, parameter: torch.Tensor, paths: Iterable[Path]) -> tuple[int, ...] | None:
         """Return the stored shape of a parameter that has another one now; None: it is the same. One that is a part of
-        a tensor has none unless it was just this part.
+        a tensor had none unless the parts are those that were stored.
         """
-        for target, source in (self._filled[path] for path in paths if path in self._filled):
-            if tuple(parameter.shape) != target.whole_shape and not hasattr(parameter, "to_local"):
-                begin, shape, whole = target.pieces[0].begin, parameter.shape, target.whole_shape
-                box = box_spec("", parameter.dtype, begin=begin, shape=shape, whole_shape=whole, leaf=None)
-                own = [(part.begin, part.shape) for part in split_rows(box)]
-                stored = [self._chain.blocks[number].placed for number in source.blocks]
-                boxes = [(each.spec.begin, each.spec.shape) for each in stored]
-                first = {each.file_index: box for each, box in zip(reversed(stored), reversed(boxes), strict=True)}
-                return None if own[0] in first.values() and set(own).issubset(boxes) else ()
-            if source.shape != target.whole_shape:
-                return source.shape
-        return None
+        if not hasattr(parameter, "to_local") and (at := memory_of(parameter)) is not None and at in self._parts:
+            return None if self._parts[at] else ()
+        return next((self._resized[path] for path in paths if path in self._resized), None)
 
     def numbers(
         self, own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], at: Sequence[Sequence[Path]]

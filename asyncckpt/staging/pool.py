@@ -344,13 +344,6 @@ class ArenaPool:
     def _own_count(self) -> int:
         return sum(not arena.is_lent for arena in self._arenas)
 
-    def trim(self) -> None:
-        """Return the memory of all free arenas to the system."""
-        with self._changed:
-            for arena in [a for a in self._arenas if a.state is ArenaState.FREE]:
-                self._arenas.remove(arena)
-                arena.close()
-
     def statistics(self) -> PoolStatistics:
         with self._changed:
             return PoolStatistics(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,8 @@ from asyncckpt.format.names import check_step
 from asyncckpt.trainer_state.data_position import DataPosition
 from asyncckpt.trainer_state.rng import RngState
 
-_NO_OBJECTS = (Mapping, list, tuple, type, torch.Tensor, np.ndarray)
-
-
-class _AsObject:
-    """A part that would be taken for something else than an object with a state dict."""
-
-    def __init__(self, part: Any) -> None:
-        self.state_dict, self.load_state_dict = part.state_dict, part.load_state_dict
+# What would be taken for something else than an object with a state dict.
+_NO_OBJECTS = (Mapping, list, tuple, type, torch.Tensor, np.ndarray, np.generic)
 
 
 class StepCounter:
@@ -80,13 +75,14 @@ class TrainerState:
         self._inner_objects: dict[str, Any] = {"step": self.step, **({} if data is None else {"data": data}), **more}
         self._inner_objects["rng"] = self.rng
         for name, part in self._inner_objects.items():
-            if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
+            methods = {each: getattr(part, each, None) for each in ("state_dict", "load_state_dict")}
+            if not all(map(callable, methods.values())):
                 raise UsageError(
                     f"part {name!r} of the trainer's state has no state_dict() and load_state_dict()",
                     found=type(part),
                 )
             if isinstance(part, _NO_OBJECTS):
-                self._inner_objects[name] = _AsObject(part)
+                self._inner_objects[name] = SimpleNamespace(**methods)
 
     @property
     def _objects_in_it(self) -> dict[str, Any]:
