@@ -92,7 +92,7 @@ class Parameters:
 
     @cached_property
     def _parts(self) -> Mapping[object, bool]:
-        """Where parts of tensors are, and whether this rank has all those that it has saved, in their order."""
+        """Where parts of tensors are, and whether this rank has just those that it has saved, in their order."""
         found: dict[object, bool] = {}
         own = self._contents.own_blocks
         for target, source in self._pairs:
@@ -102,9 +102,10 @@ class Parameters:
             boxes = [box_spec("", target.dtype, begin=at, shape=of, whole_shape=size, leaf=None) for at, of in pieces]
             here = [(part.begin, part.shape) for box in boxes for part in split_rows(box) if part.bytes]
             specs = {number: self._chain.blocks[number].placed.spec for number in source.blocks}
-            there, left = {(spec.begin, spec.shape) for spec in specs.values()}, iter(here)
+            there = {(spec.begin, spec.shape) for spec in specs.values()}
             saved = [(spec.begin, spec.shape) for number, spec in specs.items() if spec.bytes and number in (own or ())]
-            are_same = own is not None and there.issuperset(here) and all(box in left for box in saved)
+            # A rank with the same parts as another one may have saved none.
+            are_same = own is not None and there.issuperset(here) and saved in ([], here)
             found |= {memory_of(piece.tensor): are_same for piece in target.pieces}
         return found
 
