@@ -104,8 +104,7 @@ class Parameters:
             specs = {number: self._chain.blocks[number].placed.spec for number in source.blocks}
             there = {(spec.begin, spec.shape) for spec in specs.values()}
             saved = [(spec.begin, spec.shape) for number, spec in specs.items() if spec.bytes and number in (own or ())]
-            # A rank with the same parts as another one may have saved none.
-            are_same = own is not None and there.issuperset(here) and saved in ([], here)
+            are_same = own is not None and there.issuperset(here) and saved in ([], here)  # []: by another rank.
             found |= {memory_of(piece.tensor): are_same for piece in target.pieces}
         return found
 

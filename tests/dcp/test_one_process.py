@@ -33,6 +33,7 @@ from asyncckpt.staging.pool import ArenaState, pool
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
 from tests.dcp.model import blank, differences, image_of, make, train
+from tests.worlds.arenas import close_free
 from tests.worlds.directories import flip_byte
 from tests.worlds.saves import save_one
 
@@ -123,7 +124,7 @@ def test_arenas_go_back_when_a_staged_state_is_gone() -> None:
     gc.collect()
     held = [arena for arena in pool._arenas if arena.state is ArenaState.DRAINING]
     assert len(held) == 1
-    pool.trim()
+    close_free(pool)
     assert kept.sum() == 10
     del kept
     gc.collect()

@@ -13,6 +13,7 @@ from tests.devices.tables import DeviceTable, new_target, rows_of
 from tests.devices.training import differing, loaded
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
+from tests.worlds.arenas import close_free
 
 pytestmark = pytest.mark.any_core
 
@@ -32,7 +33,7 @@ def test_a_save_into_an_arena_that_is_pinned_in_part(
     runtime = SimulatedRuntime(1, seed=4, kernels=kernels)
     options = asyncckpt.DeviceOptions(scratch_bytes=scratch_bytes, pinned_memory_limit=MAPPED_UNIT_BYTES)
     with runtime.installed():
-        pool.trim()
+        close_free(pool)
         small = {"small": runtime.new_tensor((100,), torch.float32, values=torch.arange(100))}
         with asyncckpt.Saver(path=tmp_path / "small", tensors=small, device=options, durability="none") as saver:
             saver.save_async(1).result(30)
@@ -85,7 +86,7 @@ def test_every_allocation_of_a_save_may_fail(
             path=tmp_path, tensors=state, hashtables={"table": table}, device=options, durability="none"
         ) as saver:
             for n in range(ALLOCATIONS_MAX):
-                pool.trim()
+                close_free(pool)
                 table.write([100 + n % 30])
                 runtime.fail_allocation(n)
                 error: BaseException | None = None

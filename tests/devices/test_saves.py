@@ -16,6 +16,7 @@ from asyncckpt.staging.pool import Arena, ArenaState, pool
 from tests.devices.training import differing, loaded
 from tests.simulated_device import SimulatedRuntime
 from tests.steps.gate import watch_short
+from tests.worlds.arenas import close_free
 
 pytestmark = pytest.mark.any_core
 
@@ -175,7 +176,7 @@ def test_a_blocking_save_follows_all_streams(runtime: SimulatedRuntime, tmp_path
 def test_a_save_that_does_not_fit_blocks_and_holds_the_cut(runtime: SimulatedRuntime, tmp_path: Path) -> None:
     state, values = new_state(runtime)
     with asyncckpt.Saver(path=tmp_path, tensors=state, host_memory_limit=0) as saver:
-        pool.trim()
+        close_free(pool)
         with pytest.warns(RuntimeWarning, match="this save blocks"):
             future = saver.save_async(1)
         assert future.done()

@@ -28,6 +28,7 @@ from asyncckpt.dcp import AsyncStager
 from asyncckpt.engine.save import run_save, save_job
 from asyncckpt.staging.pool import pool
 from tests.interrupts.places import Place, act_at, places_of
+from tests.worlds.arenas import close_free
 from tests.worlds.bits import bits
 
 WAIT_S_MAX = 60.0
@@ -207,7 +208,7 @@ def mistakes(path: Path, kind: str, *, in_background: bool, count: int, seed: in
         with {**STAGED, **READ_LATER}[kind](world) as saves:
             for _ in range(3):
                 assert saves.next() == world.bits()
-            pool.trim()
+            close_free(pool)
             places = places_within(saves, in_background=in_background)
             assert len(places) > 100
             drawn = draw.sample(range(len(places)), min(count, len(places)))
@@ -219,7 +220,7 @@ def mistakes(path: Path, kind: str, *, in_background: bool, count: int, seed: in
                 left = [(places[number], lambda fact=fact, way=way: ways[way](lambda: world.move(fact)))]
                 left += [(place, lambda way=way: ways[way](lambda: world.move("memory"))) for place in others]
                 shown = f"seed {seed}, {kind}, {fact} by {way} at " + ", ".join(place.where for place, _ in left)
-                pool.trim()  # So that it is touched anew.
+                close_free(pool)  # So that it is touched anew.
                 found += [f"{shown}: {wrong}" for wrong in disturbed(world, saves, left, in_background)]
                 if draw.random() < 0.7:
                     world.move("memory")

@@ -18,6 +18,7 @@ import asyncckpt
 from asyncckpt.engine.save import start_save
 from asyncckpt.staging.pool import pool
 from tests.end_to_end.state import State, load_image
+from tests.worlds.arenas import close_free
 from tests.worlds.gates import Gate
 
 SAVES_COUNT = 30
@@ -26,7 +27,7 @@ SAVES_COUNT = 30
 def test_snapshot_over_the_limit_is_saved_blocking(tmp_path: Path) -> None:
     state = State.filled(1)
     options = {"hashtables": state.tables, "tensors": state.dense, "host_memory_limit": 10_000}
-    pool.trim()
+    close_free(pool)
     with asyncckpt.Saver(path=tmp_path, **options) as saver:
         expected = state.image()
         with pytest.warns(RuntimeWarning, match="does not fit the host memory limit"):
@@ -60,7 +61,7 @@ def test_a_smaller_state_is_not_judged_by_the_plan_of_the_larger_one(way: str, t
         with contextlib.nullcontext() if way == "save" else pytest.warns(RuntimeWarning, match="does not fit"):
             getattr(saver, way)(1)
         state["a"] = torch.ones(1 << 10)
-        pool.trim()
+        close_free(pool)
         assert saver.save_async(2).result(60).fallback is None
         state["a"] = torch.zeros(1 << 20)
         with pytest.warns(RuntimeWarning, match="does not fit"):
@@ -163,7 +164,7 @@ def test_failed_save_gives_its_arena_back(tmp_path: Path) -> None:
 
 def test_a_save_waits_for_the_arena_that_prepare_touches(tmp_path: Path) -> None:
     """Not a second one: staging never takes more than one image, except when saves are queued."""
-    pool.trim()
+    close_free(pool)
     with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(8 << 20)}) as saver:
         saver.prepare()
         saver.save_async(1).result(60)
@@ -171,7 +172,7 @@ def test_a_save_waits_for_the_arena_that_prepare_touches(tmp_path: Path) -> None
 
 
 def test_growing_tables_find_their_memory_touched(tmp_path: Path) -> None:
-    pool.trim()
+    close_free(pool)
     table = asyncckpt.HashTable("t", 64)
     table.lookup(torch.arange(100_000))
     with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:

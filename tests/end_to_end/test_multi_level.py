@@ -29,6 +29,7 @@ from tests.end_to_end.multi_level_runs import (
     differing,
     paced_exports,
 )
+from tests.worlds.arenas import close_free
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache of table")
 
@@ -104,7 +105,7 @@ def test_auto_leaves_open_what_does_not_fit(tmp_path: Path, pace: Pace) -> None:
     pace.open()
     gc.collect()  # Arenas that other tests have lent count as held.
     for way, (limit, files_count, is_blocking) in ways.items():
-        pool.trim()
+        close_free(pool)
         with saver_of(run, tmp_path / way, host_memory_limit=limit) as saver:
             if is_blocking:
                 with pytest.warns(RuntimeWarning, match="does not fit the host memory limit"):
@@ -114,7 +115,7 @@ def test_auto_leaves_open_what_does_not_fit(tmp_path: Path, pace: Pace) -> None:
         assert (result.fallback is not None) == is_blocking, way
         assert len(files_of(tmp_path / way)) == files_count, way
         assert differing(loaded(tmp_path / way), contents(run.plain.table)) == [], way
-    pool.trim()
+    close_free(pool)
 
 
 def test_blocking_and_filtered_saves_see_the_overlaid_rows(tmp_path: Path) -> None:

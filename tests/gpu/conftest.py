@@ -9,6 +9,7 @@ import pytest
 
 from asyncckpt.staging.pool import pool
 from tests.gpu import device
+from tests.worlds.arenas import close_free
 
 HERE = Path(__file__).parent
 
@@ -43,6 +44,6 @@ def _nothing_is_left_behind() -> Iterator[None]:
 @pytest.fixture
 def fresh_pool() -> Iterator[None]:
     """Begin and end without arenas: what is pinned and how large they are is the test's alone."""
-    pool.trim()
+    close_free(pool)
     yield
-    pool.trim()
+    close_free(pool)

@@ -20,8 +20,9 @@ import torch
 import asyncckpt
 from asyncckpt.engine.process import log
 from asyncckpt.staging import limits
-from asyncckpt.staging.pool import Arena, ArenaState, pool
+from asyncckpt.staging.pool import Arena, pool
 from tests.shares import share_of
+from tests.worlds.arenas import close_free
 from tests.worlds.gates import Gate
 from tests.worlds.told import check_told
 
@@ -113,9 +114,7 @@ def told_of(call: Callable[[Path], None], path: Path, caplog: pytest.LogCaptureF
     """Return what a call raises, warns of and logs."""
     caplog.clear()
     told: list[Any] = []
-    for arena in [one for one in pool._arenas if one.state is ArenaState.FREE]:
-        pool._arenas.remove(arena)
-        arena.close()
+    close_free(pool)
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING, "asyncckpt"):
         warnings.simplefilter("always")
         try:

@@ -77,7 +77,7 @@ BUDGET = {
         TRAINERS: 380,
         LAYOUTS: 561,
         SPREAD: 552,
-        STAGES: 1650,
+        STAGES: 1670,
         HEARD: 320,
         NIGHT: 3475,
     },

@@ -26,6 +26,7 @@ from tests.simulated_device.memory import Allocator, OutOfMemory, Region, is_map
 from tests.simulated_device.ranges import Reach
 from tests.simulated_device.schedule import DeviceLost, DeviceSchedule, Point, QueuedWork, SimulationFault, Stream
 from tests.simulated_device.torch_queue import QueueingMode, alias
+from tests.worlds.arenas import close_free
 
 DEVICE_BYTES = 32 << 20
 PINNED_BYTES = 64 << 20
@@ -386,6 +387,6 @@ class SimulatedRuntime(Reach):
 
 def _let_go_of_arenas() -> None:
     """Unmap what no save is using; also what was discarded, for the devices that might have written to it are gone."""
-    pool.trim()
+    close_free(pool)
     while pool._lost:
         pool._lost.pop().close()
