@@ -20,6 +20,7 @@ from asyncckpt.trainer_state import TrainerState
 from tests.end_to_end.test_changed_optimizers import State, restore
 from tests.end_to_end.test_other_optimizers import kept
 from tests.end_to_end.test_trainer_states import FloatMasters, step, stepped
+from tests.shares import slow_but_for_a_share
 
 
 class OwnLoad(torch.optim.AdamW):
@@ -117,15 +118,25 @@ def test_an_optimizer_that_saves_other_groups_than_it_has(tmp_path: Path, strict
         assert str(optimizer.state_dict()) == before
 
 
+PLACES = [
+    *itertools.product([(0, 2, 4), (2, 4, 0, 2), (0, 3, 4), (0, 2, 6)], [image.BLOCK_BYTES_MAX]),
+    *itertools.product([(0, 2, 4), (2, 4, 0, 2), (0, 2, 6)], [8]),
+]
+
+
 @pytest.mark.parametrize("kind", [OwnLoad, FloatMasters, torch.optim.AdamW, torch.optim.Adafactor])
-@pytest.mark.parametrize("call", [{}, {"strict": False}, {"rename": {"m": "n"}}])
-@pytest.mark.parametrize("of", [slice(None), slice(1), slice(1, None)])
 @pytest.mark.parametrize(
-    ("now", "block_bytes"),
-    [
-        *itertools.product([(0, 2, 4), (2, 4, 0, 2), (0, 3, 4), (0, 2, 6)], [image.BLOCK_BYTES_MAX]),
-        *itertools.product([(0, 2, 4), (2, 4, 0, 2), (0, 2, 6)], [8]),
-    ],
+    ("call", "of", "now", "block_bytes"),
+    slow_but_for_a_share(
+        [
+            (call, of, *place)
+            for call in ({}, {"strict": False}, {"rename": {"m": "n"}})
+            for of in (slice(None), slice(1), slice(1, None))
+            for place in PLACES
+        ],
+        "local parts",
+        every=6,
+    ),
 )
 def test_an_optimizer_of_local_parts_of_a_tensor_keeps_its_state_or_gets_none_of_other_parts(
     tmp_path: Path, kind: Any, call: State, of: slice, now: Sequence[int], block_bytes: int, monkeypatch: Any

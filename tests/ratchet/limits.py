@@ -77,7 +77,7 @@ BUDGET = {
         TRAINERS: 380,
         LAYOUTS: 561,
         SPREAD: 552,
-        STAGES: 1670,
+        STAGES: 1681,
         HEARD: 320,
         NIGHT: 3475,
     },
